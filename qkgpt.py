@@ -1,14 +1,14 @@
 """
 When does a small language model need QK-norm? One GPT, one run, one log.
 
-    python qkgpt.py --qknorm 1 --lr 1e-2 --n_layer 8                # a cell of the paper's grid, on TinyStories
-    python qkgpt.py --qknorm 1 --lr 1e-2 --n_layer 8 --dataset toy  # the same on the shipped corpus, no network
-    python qkgpt.py --selftest 1                                    # is this device to be trusted?
-    bash sweep.sh quick                                             # a small grid, from nothing to its figures
+    python qkgpt.py --qknorm 1 --lr 1e-2 --n_layer 8   # a cell of the paper's grid, on TinyStories
+    python qkgpt.py --qknorm 1 --dataset toy           # on the shipped corpus, without a network
+    python qkgpt.py --selftest 1                       # does this device compute correctly?
+    bash sweep.sh quick                                # a small grid, from nothing to its figures
 
-The model is Karpathy's nanoGPT (https://github.com/karpathy/nanoGPT, MIT), written anew with its names, shapes,
-random draws and defaults: with --qknorm 0 it equals nanoGPT bit for bit. `grep -n '# qknorm' qkgpt.py` shows the
-experiment. Read on in nanoGPT's order: model, configuration, data, training, measurement, log.
+The model is Karpathy's nanoGPT (https://github.com/karpathy/nanoGPT, MIT), rewritten with its names, shapes,
+random draws and defaults; with --qknorm 0 it equals nanoGPT bit for bit. `grep -n '# qknorm' qkgpt.py` shows
+the experiment. The order is nanoGPT's: model, configuration, data, training, measurement, log.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import dataclasses
 import fcntl
 import hashlib
 import http.client
-import inspect
 import itertools
 import json
 import math
@@ -31,10 +30,9 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 
-# PyTorch reads it at the first allocation: 2 MB pages on Linux, or a tenth of a CPU's step goes into page faults
+# read by PyTorch at its first allocation: huge pages on Linux; without, a tenth of a CPU step is page faults
 os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
 
 import numpy as np
@@ -46,11 +44,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class UsageError(Exception):
-    """What the user can repair, in one line: the field, its value, what would be right. Exit status 2."""
+    """Bad input; the message names the field, its value and what would be right. Exit status 2."""
 
 
 class CellBusy(Exception):
-    """Another process is running this very cell. Exit status 3."""
+    """Another process is running this cell. Exit status 3."""
 
 
 # -----------------------------------------------------------------------------
@@ -100,7 +98,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()  # batch size, sequence length, n_embd
         q, k, v = self.qkv(x)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True)
+        dropout = self.dropout if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).contiguous().view(B, T, C)  # heads side by side again
         return self.resid_dropout(self.c_proj(y))
 
@@ -161,13 +160,13 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
 
         self.apply(self._init_weights)
-        # GPT-2's smaller init where a block writes into the residual stream: 2 writes a layer
+        # GPT-2's scaled init of the projections into the residual stream, two per layer
         for pn, p in self.named_parameters():
             if pn.endswith('c_proj.weight'):
                 nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
 
     def get_num_params(self, non_embedding=True):
-        """Number of parameters, by default without the positions. The tied token embedding counts: it is the head."""
+        """Parameters, by default without wpe. The token embedding counts: tied, it is also the head."""
         n_params = sum(p.numel() for p in self.parameters())
         if non_embedding:
             n_params -= self.transformer.wpe.weight.numel()
@@ -180,7 +179,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """idx, targets: (B, T) int64 -> logits, loss. Without targets: logits of the last position only, no loss."""
+        """idx, targets (B, T) int64 -> logits, loss. Without targets: the last position's logits, None."""
         B, T = idx.size()
         assert T <= self.config.block_size, f'sequence of length {T}, block_size is {self.config.block_size}'
         pos = torch.arange(T, dtype=torch.long, device=idx.device)  # (T,)
@@ -201,11 +200,12 @@ class GPT(nn.Module):
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
                   dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True if device_type == 'cuda' else None)
+        fused = True if device_type == 'cuda' else None
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """idx (B, T) -> (B, T + max_new_tokens), each new token drawn given the last block_size ones."""
+        """idx (B, T) -> (B, T + max_new_tokens); each new token sees the last block_size tokens."""
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size:])
             logits = logits[:, -1, :] / temperature  # (B, V)
@@ -241,7 +241,7 @@ class Config(GPTConfig):
     lr: float = flag(1e-3, 'peak learning rate')
     min_lr: float = flag(1e-5, 'learning rate at the end; absolute, so that every learning rate anneals')
     weight_decay: float = flag(0.1, "AdamW's; a step shrinks the weights by lr * weight_decay")
-    independent_wd: bool = flag(False, 'give AdamW weight_decay / lr: the shrink does not depend on lr (0 or 1)')
+    independent_wd: bool = flag(False, 'give AdamW weight_decay / lr: shrink without lr (0 or 1)')
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
     grad_clip: float = flag(1.0, 'largest gradient norm; 0: no clipping')
@@ -266,7 +266,7 @@ class Config(GPTConfig):
     selftest: bool = flag(False, 'only check the device at the configured sizes (0 or 1)')
 
 
-# what does not belong to the identity of a run: where and how it is run, not what
+# flags that say where and how a run is done, not what is computed: no part of its identity
 CIRCUMSTANCES = ('data_dir', 'threads', 'out_dir', 'overwrite', 'prepare', 'dry_run', 'selftest')
 
 
@@ -286,46 +286,46 @@ def parse_args(argv):
     parser = Parser(prog='qkgpt.py', description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in dataclasses.fields(Config):
-        default = int(field.default) if field.type is bool else field.default
-        default = os.path.relpath(default, HERE) if field.name in ('data_dir', 'out_dir') else default
-        parser.add_argument('--' + field.name, type=switch if field.type is bool else field.type,
-                            default=field.default, metavar='01' if field.type is bool else field.type.__name__,
-                            help=f'{field.metadata["help"]} [{default}]'.replace('%', '%%'))
+        is_switch, default = field.type is bool, field.default
+        shown = int(default) if is_switch else default
+        shown = os.path.relpath(default, HERE) if field.name in ('data_dir', 'out_dir') else shown
+        parser.add_argument('--' + field.name, default=default, type=switch if is_switch else field.type,
+                            metavar='01' if is_switch else field.type.__name__,
+                            help=f'{field.metadata["help"]} [{shown}]'.replace('%', '%%'))
     return Config(**vars(parser.parse_args(argv)))
 
 
 def check_config(cfg):
-    """Raises UsageError for a value that no run could use. vocab_size and the data are checked with the data."""
+    """Raises UsageError for a value that no run could use; vocab_size is checked with the data."""
     def need(name, ok, right):
         if not ok:
             raise UsageError(f'{name}: {getattr(cfg, name)}: {right}')
 
-    for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'max_iters', 'batch_size', 'gradient_accumulation_steps',
+    for name in ('n_layer', 'n_head', 'n_embd', 'max_iters', 'batch_size', 'gradient_accumulation_steps',
                  'eval_interval', 'eval_iters', 'log_interval'):
         need(name, getattr(cfg, name) >= 1, 'at least 1')
+    for name in ('dropout', 'beta1', 'beta2'):
+        need(name, 0 <= getattr(cfg, name) < 1, 'at least 0 and below 1')
+    for name in ('min_lr', 'weight_decay', 'grad_clip'):
+        need(name, 0 <= getattr(cfg, name) < math.inf, 'at least 0 and finite')
     need('n_embd', cfg.n_embd % cfg.n_head == 0, f'a multiple of n_head ({cfg.n_head})')
     need('block_size', cfg.block_size >= 2, 'at least 2')
-    need('dropout', 0 <= cfg.dropout < 1, 'at least 0 and below 1')
-    need('min_lr', 0 <= cfg.min_lr < math.inf, 'at least 0 and finite')
-    need('lr', cfg.min_lr <= cfg.lr < math.inf and cfg.lr > 0, f'above 0, finite, and not below min_lr ({cfg.min_lr:g})')
-    need('weight_decay', 0 <= cfg.weight_decay < math.inf, 'at least 0 and finite')
-    need('beta1', 0 <= cfg.beta1 < 1, 'at least 0 and below 1')
-    need('beta2', 0 <= cfg.beta2 < 1, 'at least 0 and below 1')
-    need('grad_clip', 0 <= cfg.grad_clip < math.inf, 'above 0 and finite, or 0 for no clipping')
+    need('lr', 0 < cfg.lr < math.inf and cfg.min_lr <= cfg.lr,
+         f'above 0, finite, and not below min_lr ({cfg.min_lr:g})')
     need('warmup_ratio', 0 <= cfg.warmup_ratio <= 1, 'from 0 to 1')
     need('seed', 0 <= cfg.seed < 2**63, 'from 0 to 2**63 - 1')
     need('threads', 0 <= cfg.threads <= 1024, "from 0 (PyTorch's choice) to 1024")
     need('dtype', cfg.dtype in ('float32', 'tf32', 'bfloat16'), 'float32, tf32 or bfloat16')
-    need('dtype', cfg.dtype != 'tf32' or cfg.device.startswith('cuda'), f'tf32 needs CUDA, the device is {cfg.device}')
+    need('dtype', cfg.dtype != 'tf32' or cfg.device.startswith('cuda'),
+         f'tf32 needs CUDA, the device is {cfg.device}')
 
 
 def resolve_device(name):
     """'auto' -> the device it stands for. Raises UsageError for a device that is not there."""
-    available = ['cpu']
-    if torch.backends.mps.is_available():
-        available.insert(0, 'mps')
-    if torch.cuda.is_available():
-        available[:0] = ['cuda'] + [f'cuda:{i}' for i in range(torch.cuda.device_count())]
+    available = ['cuda'] if torch.cuda.is_available() else []
+    available += [f'cuda:{i}' for i in range(torch.cuda.device_count())]
+    available += ['mps'] if torch.backends.mps.is_available() else []
+    available += ['cpu']
     if name == 'auto':
         return available[0]
     if name not in available:
@@ -334,28 +334,18 @@ def resolve_device(name):
 
 
 def setup_device(cfg):
-    """Threads and arithmetic for the whole process: float32 is float32, and CUDA's kernels repeat their results."""
+    """Threads and arithmetic of the process: no TF32 unless asked for, and deterministic CUDA kernels."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     torch.set_float32_matmul_precision('high' if cfg.dtype == 'tf32' else 'highest')
-    torch.backends.cudnn.allow_tf32 = cfg.dtype == 'tf32'
     if cfg.device.startswith('cuda'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-def synchronize(device):
-    if device.startswith('cuda'):
-        torch.cuda.synchronize()
-    elif device == 'mps':
-        torch.mps.synchronize()
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
 def autocast(cfg):
-    if cfg.dtype == 'bfloat16':
-        return torch.autocast(device_type=cfg.device.split(':')[0], dtype=torch.bfloat16)
-    return nullcontext()
+    return torch.autocast(cfg.device.split(':')[0], torch.bfloat16, enabled=cfg.dtype == 'bfloat16')
 
 
 # -----------------------------------------------------------------------------
@@ -364,17 +354,14 @@ def autocast(cfg):
 END = '<|endoftext|>'  # between stories in the text, and the last id of every vocabulary
 BASE_URL = ('https://huggingface.co/datasets/roneneldan/TinyStories/resolve/'
             'f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/')
-# A source is the first `size` bytes of BASE_URL + url, kept as <data_dir>/raw/<file>. cut: is its first, its
-# last story a fragment? (The official train and valid are one text, cut in mid-story.) Two sources are train
-# and val; of a single one, the last tenth of its stories is val.
+# A source is the first `size` bytes of BASE_URL + url, kept as <data_dir>/raw/<file>, or a local path. cut:
+# is its first, its last story a fragment? val: the second source, or the only one's last tenth.
 DATASETS = {
     'tinystories': dict(vocab_size=8192, sources=[
-        dict(file='TinyStoriesV2-GPT4-train.txt', url='TinyStoriesV2-GPT4-train.txt',
-             size=2227753162, cut=(0, 1),
-             sha256='6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443'),
-        dict(file='TinyStoriesV2-GPT4-valid.txt', url='TinyStoriesV2-GPT4-valid.txt',
-             size=22502601, cut=(1, 0),
-             sha256='6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d')]),
+        dict(file='TinyStoriesV2-GPT4-train.txt', url='TinyStoriesV2-GPT4-train.txt', size=2227753162,
+             cut=(0, 1), sha256='6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443'),
+        dict(file='TinyStoriesV2-GPT4-valid.txt', url='TinyStoriesV2-GPT4-valid.txt', size=22502601,
+             cut=(1, 0), sha256='6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d')]),
     'tinystories-5m': dict(vocab_size=2048, sources=[
         dict(file='TinyStoriesV2-GPT4-valid.first5242880bytes.txt', url='TinyStoriesV2-GPT4-valid.txt',
              size=5242880, cut=(1, 1),
@@ -391,7 +378,7 @@ def sha256_file(path):
 
 
 def progress(text, end=False):
-    """One line on stderr, rewritten in place on a terminal; elsewhere only the final state is printed."""
+    """A line on stderr: rewritten in place on a terminal, elsewhere printed only at its end."""
     if sys.stderr.isatty():
         print(f'\r{text}\033[K', end='\n' if end else '', file=sys.stderr, flush=True)
     elif end:
@@ -401,9 +388,8 @@ def progress(text, end=False):
 def get_dataset(dataset, vocab_size, data_dir):
     """-> (sources, vocab_size, folder of the prepared data). Writes and downloads nothing.
 
-    dataset is a name of DATASETS, or the path of a UTF-8 text file (ends in .txt or holds a path separator).
-    A file is known by its content: its folder's name carries eight digits of its sha256. vocab_size 0 means
-    the data set's own; a file's is 257.
+    dataset is a name of DATASETS or the path of a UTF-8 text file, whose folder carries eight digits of its
+    sha256. vocab_size 0 means the data set's own; a file's is 257.
     """
     if dataset.endswith('.txt') or os.sep in dataset:
         try:
@@ -425,9 +411,8 @@ def get_dataset(dataset, vocab_size, data_dir):
 def download(url, path, size, sha256):
     """Fetch the first `size` bytes at url to path, which appears only once its sha256 is verified.
 
-    What has come is kept in path.part; the next try, or the next start, goes on from there. A server that
-    ignores ranges makes it start over. A cut connection, 429 and 5xx are tried again after 1, 2, 4, ... s or
-    the server's Retry-After (s). UsageError after six tries that bring nothing new, or on a wrong file.
+    What has arrived stays in path.part, and the next try or start resumes there. A cut connection, 429 and
+    5xx are retried after 1, 2, 4, ... s or the server's Retry-After; UsageError after six tries in vain.
     """
     def have():
         return os.path.getsize(part) if os.path.exists(part) else 0
@@ -451,10 +436,9 @@ def download(url, path, size, sha256):
                 wait = int(error.headers['Retry-After'])
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             problem = f'no connection ({getattr(error, "reason", error)})'
+        tries += 1
         if have() > best:
             best, tries, wait = have(), 0, 1
-        else:
-            tries += 1
         if tries == 6:
             raise UsageError(f'dataset: {url}: {problem}; {by_hand}')
         if have() < size:
@@ -469,21 +453,17 @@ def download(url, path, size, sha256):
 
 def receive(response, part, have, size):
     """Append the response's body to part; write part anew if the server ignored the range."""
-    if response.status != 206:
-        have = 0
     if response.headers.get_content_type() == 'text/html':
         raise UsageError(f'dataset: {response.url}: the file, but a web page came (from a proxy?)')
-    total = have + int(response.headers.get('Content-Length', size))
+    done = have if response.status == 206 else 0
+    total = done + int(response.headers.get('Content-Length', size))
     if total < size:
         raise UsageError(f'dataset: {response.url}: not the published file: {total} bytes, not {size}')
-    start, done = time.time(), have
-    with open(part, 'ab' if have else 'wb') as f:
+    with open(part, 'ab' if done else 'wb') as f:
         while done < size and (block := response.read(min(1 << 20, size - done))):
             f.write(block)
             done += len(block)
-            rate = (done - have) / (time.time() - start + 1e-9)
-            progress(f'{os.path.basename(part)}: {done / 1e6:.0f} of {size / 1e6:.0f} MB, '
-                     f'{rate / 1e6:.1f} MB/s, {(size - done) / rate:.0f} s left')
+            progress(f'{os.path.basename(part)}: {done / 1e6:.0f} of {size / 1e6:.0f} MB')
 
 
 def get_text(source, data_dir):
@@ -498,11 +478,10 @@ def get_text(source, data_dir):
 
 
 def get_tokenizer(vocab_size):
-    """-> (encode, itos). encode(stories) is one uint16 array: each story's ids, then the end-of-text id,
-    vocab_size - 1. itos lists the bytes of each id.
+    """-> encode (stories -> uint16 ids, vocab_size - 1 after each story), itos (the bytes of each id).
 
-    257 is plain bytes (id = byte). Else it is GPT-2's BPE, its first vocab_size - 1 ranks: a merge joins
-    tokens of lower rank only, so they are a BPE too, and lossless, since the first 256 are the bytes.
+    257 is plain bytes. Else the first vocab_size - 1 ranks of GPT-2's BPE: a merge joins only lower ranks,
+    and the first 256 are the bytes, so they are a lossless BPE themselves.
     """
     if vocab_size == 257:
         def encode(stories):
@@ -530,11 +509,8 @@ def get_tokenizer(vocab_size):
 
 
 def read_stories(path, cut_start, cut_end):
-    """Yield what stands between two END, on lines of their own or not, stripped, unless nothing is left.
-
-    Reads a few MB at a time; all line ends become \\n. cut_start, cut_end: drop what stands before the first,
-    after the last END.
-    """
+    """Yield the stripped, non-empty texts between ENDs, reading a few MB at a time; all line ends become \\n.
+    cut_start, cut_end: drop what stands before the first, after the last END."""
     rest = ''
     try:
         with open(path, encoding='utf-8') as f:
@@ -549,10 +525,10 @@ def read_stories(path, cut_start, cut_end):
 
 
 def split_stories(texts):
-    """texts: (path, cut_start, cut_end) of each. -> the stories of train, and of val.
+    """texts: the arguments of read_stories, of two texts or of one -> stories of train, of val.
 
-    Of a single text, the last tenth of its stories is val, one at least; a text that is a single story, as
-    any text without END, is cut at nine tenths of its characters.
+    Of one text, the last tenth of its stories, at least one, is val. A single story, or a text without END,
+    is cut at nine tenths of its characters.
     """
     if len(texts) == 2:
         return [read_stories(*text) for text in texts]
@@ -582,7 +558,7 @@ def batches(stories, n_chars=1 << 18):
 
 
 def write_tokens(path, stories, encode, vocab_size):
-    """Write the ids of the stories, a few MB of text at a time on all cores. -> counts and sha256."""
+    """Write the ids of the stories, encoded a few MB at a time on all cores. -> counts and sha256."""
     count, digest, todo = dict(stories=0, tokens=0, bytes=0), hashlib.sha256(), batches(stories)
     with open(path, 'wb') as f, ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken leaves the GIL
         while window := list(itertools.islice(todo, 4 * os.cpu_count())):
@@ -601,22 +577,22 @@ def write_tokens(path, stories, encode, vocab_size):
 
 
 def content_sha256(meta):
-    """The one sha256 that stands for the data: of counts and sha256 of both parts, and of the vocabulary."""
+    """The sha256 that stands for the data: both parts (counts and sha256) and the vocabulary."""
     return hashlib.sha256(json.dumps([meta['train'], meta['val'], meta['itos']]).encode()).hexdigest()
 
 
 def prepare(dataset, vocab_size, data_dir):
-    """-> the folder that holds train.bin, val.bin and meta.json; makes it if it does not exist.
+    """-> the folder of train.bin, val.bin and meta.json, made if it does not exist.
 
-    It is written under another name and renamed when complete, under a lock: a kill leaves nothing half done,
-    and of two processes the second waits for the first. meta.json: dataset, tokenizer, vocab_size, source
-    (sha256 of each text), train and val (stories, tokens, bytes of the stripped stories without END, sha256
-    of the .bin), itos (bytes of each id, as latin-1), sha256 (content_sha256).
+    Written under another name, under a lock, and renamed when complete: a kill leaves nothing half done, and
+    a second process waits for the first. meta.json: dataset, tokenizer, vocab_size, source (their sha256),
+    train and val (stories, tokens, bytes of the stripped stories without END, sha256 of the .bin), itos (as
+    latin-1), sha256 (content_sha256).
     """
     sources, vocab_size, folder = get_dataset(dataset, vocab_size, data_dir)
     if os.path.exists(folder):
         return folder
-    encode, itos = get_tokenizer(vocab_size)  # may fail: before a long download
+    encode, itos = get_tokenizer(vocab_size)  # it may fail: better before a long download
     try:
         os.makedirs(data_dir, exist_ok=True)
         lock = open(os.path.join(data_dir, '.lock'), 'w')
@@ -648,8 +624,8 @@ def prepare(dataset, vocab_size, data_dir):
 def load_data(dataset, vocab_size, data_dir, block_size):
     """-> (train, val, meta): the ids as memory-mapped uint16, prepared first if need be.
 
-    All is checked against meta.json, the .bin files by sha256 (a second per gigabyte), so that the hash in a
-    log is that of the data trained on. UsageError on damaged data, or too little for one block.
+    The files are checked against meta.json, by sha256 (a second per gigabyte), so that the hash in a log is
+    that of the data trained on. UsageError if they are damaged or too short for one block.
     """
     folder = prepare(dataset, vocab_size, data_dir)
     sources, vocab_size, _ = get_dataset(dataset, vocab_size, data_dir)
@@ -705,14 +681,14 @@ def get_windows(data, starts, cfg):
 
 
 def get_batch(data, generator, cfg):
-    """The micro-batches of one step. One draw a step: accumulation sees the sequences that the large batch sees."""
+    """The micro-batches of one step, drawn together: accumulation sees what the large batch sees."""
     n = cfg.batch_size * cfg.gradient_accumulation_steps
     starts = torch.randint(len(data) - cfg.block_size, (n,), generator=generator).numpy()
     return [get_windows(data, part, cfg) for part in np.split(starts, cfg.gradient_accumulation_steps)]
 
 
 def val_windows(data, cfg):
-    """(eval_iters, batch_size) window starts, evenly spread, each batch over all of data: the same in every cell."""
+    """Window starts (eval_iters, batch_size), the same in every cell; each batch spans all of data."""
     n = cfg.eval_iters * cfg.batch_size
     return (np.arange(n) * (len(data) - cfg.block_size) // n).reshape(cfg.batch_size, cfg.eval_iters).T
 
@@ -727,15 +703,16 @@ def get_lr(it, cfg):
 
 
 def build(cfg):
-    """-> model on the device, its initial weights drawn on the CPU (the same on all devices), and its optimizer."""
+    """-> model, optimizer. The initial weights are drawn on the CPU: the same on all devices."""
     torch.manual_seed(cfg.seed)
     model = GPT(cfg).to(cfg.device)
     weight_decay = cfg.weight_decay / cfg.lr if cfg.independent_wd else cfg.weight_decay
-    return model, model.configure_optimizers(weight_decay, cfg.lr, (cfg.beta1, cfg.beta2), cfg.device.split(':')[0])
+    device_type = cfg.device.split(':')[0]
+    return model, model.configure_optimizers(weight_decay, cfg.lr, (cfg.beta1, cfg.beta2), device_type)
 
 
 def train_step(model, optimizer, lr, batches, cfg):
-    """One update. -> loss, gradient norm before clipping; both stay on the device, so that it need not be waited for."""
+    """One update. -> loss, gradient norm before clipping, both on the device: nothing here waits for it."""
     for group in optimizer.param_groups:
         group['lr'] = lr
     losses = []
@@ -751,8 +728,10 @@ def train_step(model, optimizer, lr, batches, cfg):
 
 
 def summarise(history):
-    """[(loss, norm), ...] of some steps -> mean loss and largest norm up to the first non-finite step, that one
-    included, and the number of steps before it. The one place where the training waits for the device."""
+    """[(loss, norm), ...] of the steps since the last row -> mean loss, largest norm, number of finite steps.
+
+    Steps after the first non-finite one do not count. Only here does training wait for the device.
+    """
     values = torch.stack([torch.stack(pair) for pair in history]).cpu().double()  # (steps, 2)
     n_finite = int(values.isfinite().all(dim=1).long().cumprod(0).sum())
     values = values[:n_finite + 1]
@@ -760,9 +739,9 @@ def summarise(history):
 
 
 def train(model, optimizer, cfg, data, on_row):
-    """Exactly max_iters updates. Calls on_row(row, evals, train_s) for each row of the log. -> the log's footer.
+    """Exactly max_iters updates, or fewer if loss or gradient norm becomes non-finite. -> the log's footer.
 
-    A non-finite loss or gradient norm ends it early, as `diverged`. How often it logs or evaluates changes no number.
+    Calls on_row(row, evals, train_s) for each row of the log; evals: step -> validation loss, nats per token.
     """
     train_data, val_data, meta = data
     training_model = torch.compile(model) if cfg.compile else model
@@ -786,33 +765,31 @@ def train(model, optimizer, cfg, data, on_row):
                 row.update(evaluate(model, val_data, meta, cfg))
                 evals[step] = row['val_loss']
             resumed = time.perf_counter()
-            on_row(dict(row, step=step, tokens=step * tokens_per_iter(cfg), seconds=resumed - start), evals, train_s)
+            row.update(step=step, tokens=step * tokens_per_iter(cfg), seconds=resumed - start)
+            on_row(row, evals, train_s)
         if step == cfg.max_iters or diverged_step is not None:
             break
         history.append(train_step(training_model, optimizer, get_lr(step, cfg), batches, cfg))
         batches = get_batch(train_data, generator, cfg)  # drawn while the device is still busy
 
+    wall_s = time.perf_counter() - start
     if diverged_step is None and not math.isfinite(evals[step]):
         diverged_step = step
-    return footer(evals, step, diverged_step, meta, train_s, time.perf_counter() - start, cfg)
-
-
-def footer(evals, step, diverged_step, meta, train_s, wall_s, cfg):
-    """The closing line of the log. evals: step -> validation loss (nats per token)."""
     final = evals[step] if diverged_step is None else math.nan
     best_step = min(evals, key=lambda step: (math.isnan(evals[step]), evals[step]))
     return dict(status='ok' if diverged_step is None else 'diverged', step=step, diverged_step=diverged_step,
                 initial_val_loss=evals[0], final_val_loss=final, final_val_ppl=perplexity(final),
                 final_val_bpb=bits_per_byte(final, meta), best_val_loss=evals[best_step], best_step=best_step,
                 wall_s=round(wall_s, 3), train_s=round(train_s, 3),
-                tokens_per_s=round(step * tokens_per_iter(cfg) / train_s), peak_memory_mb=round(peak_memory_mb(cfg)))
+                tokens_per_s=round(step * tokens_per_iter(cfg) / train_s),
+                peak_memory_mb=round(peak_memory_mb(cfg)))
 
 
 # -----------------------------------------------------------------------------
 # measurement: on fixed validation windows, apart from GPT.forward
 
 def perplexity(loss):
-    return float(np.exp(min(loss, 700.0))) if loss == loss else math.nan  # exp(700) is the end of a float
+    return math.nan if math.isnan(loss) else math.exp(min(loss, 700.0))  # exp(710) overflows
 
 
 def bits_per_byte(loss, meta):
@@ -822,10 +799,9 @@ def bits_per_byte(loss, meta):
 
 @torch.no_grad()
 def evaluate(model, val_data, meta, cfg):
-    """Validation loss over all windows (nats per token, and what follows from it); the probes on the first batch."""
+    """Validation loss (nats per token) over all windows; the probes on the first batch of them."""
     model.eval()
-    losses = []
-    windows = val_windows(val_data, cfg)
+    windows, losses = val_windows(val_data, cfg), []
     for starts in windows:
         x, y = get_windows(val_data, starts, cfg)
         with autocast(cfg):
@@ -837,11 +813,11 @@ def evaluate(model, val_data, meta, cfg):
 
 
 def attention_stats(logits):
-    """Attention logits q.k/sqrt(hs), (B, nh, T, T) -> what their causal half says, each averaged over B and queries.
+    """q.k / sqrt(hs), (B, nh, T, T) -> max_logit, entropy, entropy_norm, sink of causal pairs.
 
-    max_logit: largest |logit| (Wortsman et al. 2023, section 3.1.1). entropy: nats, over queries t >= 2 (Zhai et al. 2023,
-    section 3; the first query has no choice). entropy_norm, (nh,): entropy / ln t, so that 1 is uniform attention.
-    sink: attention to the first token, over all queries (Gu et al. 2024).
+    max_logit: largest |logit| (Wortsman et al. 2023, section 3.1.1). entropy: nats, mean over queries t >= 2
+    (Zhai et al. 2023, section 3; the first query has no choice). entropy_norm (nh,): mean of entropy / ln t,
+    1 if uniform. sink: mean attention to the first token (Gu et al. 2024).
     """
     T = logits.size(-1)
     future = torch.ones(T, T, dtype=torch.bool, device=logits.device).triu(1)
@@ -853,29 +829,31 @@ def attention_stats(logits):
 
 
 def kurtosis(x):
-    """(B, T, C) -> mean over tokens of m4 / m2^2 across the width, uncentred: gaussian 3, one-hot C. The sites are the
-    block outputs; the per-token form follows the public IMU-1 code (He et al. 2024 pool over tokens instead)."""
+    """(B, T, C) -> mean over tokens of m4 / m2^2 across C, uncentred: Gaussian 3, one-hot C.
+
+    Per token, as in the public IMU-1 code; He et al. (2024) pool over tokens instead.
+    """
     square = x.square()
     return (square / square.mean(-1, keepdim=True)).square().mean()  # divided first: x^4 would overflow
 
 
 @torch.no_grad()
 def probe(model, idx):
-    """The mechanism, on idx (B, T), in float32: attention, residual stream and output softmax, block by block."""
-    x = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(idx.size(1), device=idx.device))  # (B, T, C)
-    max_logit, entropy, entropy_norm, sink, kurt = [], [], [], [], []
+    """The log's columns attn_entropy to log_z, on idx (B, T), without autocast."""
+    pos = torch.arange(idx.size(1), device=idx.device)
+    x = model.transformer.wte(idx) + model.transformer.wpe(pos)  # (B, T, C)
+    stats, kurt = [], []
     for block in model.transformer.h:
         q, k, _ = block.attn.qkv(block.ln_1(x))  # (B, nh, T, hs)
-        stats = attention_stats(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)))
-        for values, value in zip((max_logit, entropy, entropy_norm, sink), stats):
-            values.append(value)
+        stats.append(attention_stats(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))))
         x = block(x)
         kurt.append(kurtosis(x))
     log_z = torch.logsumexp(model.lm_head(model.transformer.ln_f(x)), dim=-1)  # (B, T)
-    max_logit, entropy, entropy_norm, sink, kurt = map(torch.stack, (max_logit, entropy, entropy_norm, sink, kurt))
+    max_logit, entropy, entropy_norm, sink, kurt = map(torch.stack, (*zip(*stats), kurt))  # block by block
     measured = dict(attn_entropy=entropy.mean(), attn_entropy_norm=entropy_norm.mean(),
-                    attn_entropy_min=entropy_norm.amin(), max_logit=max_logit.amax(), max_logit_0=max_logit[0],
-                    kurtosis=kurt.amax(), kurtosis_last=kurt[-1], sink=sink.mean(), log_z=log_z.mean())
+                    attn_entropy_min=entropy_norm.amin(), max_logit=max_logit.amax(),
+                    max_logit_0=max_logit[0], kurtosis=kurt.amax(), kurtosis_last=kurt[-1],
+                    sink=sink.mean(), log_z=log_z.mean())
     return dict(zip(measured, torch.stack(list(measured.values())).tolist()))
 
 
@@ -892,9 +870,9 @@ def peak_memory_mb(cfg):
 # -----------------------------------------------------------------------------
 # log: a JSON line, a CSV table, a JSON line; the README describes every column
 
-COLUMNS = ('step', 'tokens', 'lr', 'train_loss', 'grad_norm', 'val_loss', 'val_ppl', 'val_bpb', 'attn_entropy',
-           'attn_entropy_norm', 'attn_entropy_min', 'max_logit', 'max_logit_0', 'kurtosis', 'kurtosis_last', 'sink',
-           'log_z', 'seconds')
+COLUMNS = ('step', 'tokens', 'lr', 'train_loss', 'grad_norm', 'val_loss', 'val_ppl', 'val_bpb',
+           'attn_entropy', 'attn_entropy_norm', 'attn_entropy_min', 'max_logit', 'max_logit_0',
+           'kurtosis', 'kurtosis_last', 'sink', 'log_z', 'seconds')
 
 
 def run_name(cfg):
@@ -915,7 +893,7 @@ def json_line(values):
 
 def git_commit():
     """Commit of this folder, '-dirty' if it was changed; None without git or outside a clone."""
-    if not os.path.exists(os.path.join(HERE, '.git')):
+    if not os.path.exists(os.path.join(HERE, '.git')):  # git would take an enclosing folder's
         return None
     try:
         return subprocess.run(['git', '-C', HERE, 'describe', '--always', '--dirty', '--exclude', '*'],
@@ -929,7 +907,7 @@ def processor_name(device):
     if device.startswith('cuda'):
         return torch.cuda.get_device_name(device)
     if sys.platform == 'darwin':
-        return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True).stdout.strip()
+        return subprocess.check_output(['sysctl', '-n', 'machdep.cpu.brand_string'], text=True).strip()
     if os.path.exists('/proc/cpuinfo'):
         with open('/proc/cpuinfo') as f:
             for line in f:
@@ -939,7 +917,7 @@ def processor_name(device):
 
 
 def identity(cfg):
-    """The part of the configuration that two logs of one cell share."""
+    """The configuration without its circumstances: two logs of one cell agree in it."""
     return {name: value for name, value in dataclasses.asdict(cfg).items() if name not in CIRCUMSTANCES}
 
 
@@ -948,9 +926,9 @@ def header(cfg, model, meta):
                 val_tokens=meta['val']['tokens'], val_bytes=meta['val']['bytes'])
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                     platform=f'{platform.system()} {platform.machine()}')
-    return dict(run=run_name(cfg), config=identity(cfg), code=sha256_file(__file__), data=data, **param_counts(model),
-                tokens_per_iter=tokens_per_iter(cfg), git=git_commit(), versions=versions,
-                processor=processor_name(cfg.device), threads=torch.get_num_threads(),
+    return dict(run=run_name(cfg), config=identity(cfg), code=sha256_file(__file__), data=data,
+                **param_counts(model), tokens_per_iter=tokens_per_iter(cfg), git=git_commit(),
+                versions=versions, processor=processor_name(cfg.device), threads=torch.get_num_threads(),
                 dtype=cfg.dtype + (' (autocast)' if cfg.dtype == 'bfloat16' else ''),
                 start=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()))
 
@@ -965,69 +943,65 @@ def tokens_per_iter(cfg):
     return cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
 
 
-def read_ends(path):
-    """-> header, footer of a finished log, or None if it is none."""
-    with open(path, 'rb') as f:
-        lines = f.read().split(b'\n')
-    try:
-        first, last = (json.loads(line.removeprefix(b'# ')) for line in (lines[0], lines[-2]))
-        return (first, last) if 'config' in first and 'status' in last and lines[-1] == b'' else None
-    except (IndexError, ValueError, TypeError):
-        return None
-
-
 def finished(path, wanted):
-    """-> footer of the log at path, None if there is no log. Raises UsageError if it is a log of something else."""
+    """-> footer of the log at path, or None. UsageError if it has not the header wanted."""
     if not os.path.exists(path):
         return None
-    ends = read_ends(path)
-    if ends is None:
-        raise UsageError(f'out_dir: {path}: not a finished log; remove it, or give --overwrite 1')
-    found, last = ends
-    pairs = [(name, found['config'].get(name), value) for name, value in wanted['config'].items()]
-    pairs += [('code', found.get('code'), wanted['code']), ('data', found['data']['sha256'], wanted['data']['sha256'])]
+    try:
+        with open(path) as f:
+            lines = f.read().splitlines()
+        found, last = json.loads(lines[0][2:]), json.loads(lines[-1][2:])
+        pairs = [(name, found['config'].get(name), value) for name, value in wanted['config'].items()]
+        pairs += [('code', found['code'], wanted['code']),
+                  ('data', found['data']['sha256'], wanted['data']['sha256'])]
+        if 'status' not in last:
+            raise ValueError
+    except (IndexError, KeyError, TypeError, ValueError):
+        raise UsageError(f'out_dir: {path}: not a finished log; remove it, or give --overwrite 1') from None
     other = [f'{name} {old} (now {new})' for name, old, new in pairs if old != new]
     if other:
-        raise UsageError(f'out_dir: {path}: was run with {", ".join(other)}; give another --out_dir, or --overwrite 1')
+        raise UsageError(f'out_dir: {path}: was run with {", ".join(other)}; '
+                         'give another --out_dir, or --overwrite 1')
     return last
 
 
 def claim(path):
-    """Open path.partial, empty, for this process alone. Raises CellBusy, or UsageError where it can't be written."""
+    """Open path.partial, empty and locked. Raises CellBusy, or UsageError where it cannot be written."""
     partial = path + '.partial'
     try:
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         f = open(partial, 'a')  # not 'w': it may be another's
     except OSError as error:
-        raise UsageError(f'out_dir: {os.path.dirname(path)}: a folder that can be written ({error.strerror})') from None
+        raise UsageError(f'out_dir: {os.path.dirname(path)}: a folder that can be written '
+                         f'({error.strerror})') from None
     try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(f.fileno()), os.stat(partial)):
-            raise FileNotFoundError
-    except (BlockingIOError, FileNotFoundError):  # held by another, or renamed by another that has just finished
-        raise CellBusy(f'{partial}: another process is running this cell') from None
+        ours = os.path.samestat(os.fstat(f.fileno()), os.stat(partial))
+    except (BlockingIOError, FileNotFoundError):  # held by another, or just renamed by it
+        ours = False
+    if not ours:
+        raise CellBusy(f'{partial}: another process is running this cell')
     f.truncate(0)
     return f
 
 
 def write_line(f, line):
-    """Whole lines only, on disk at once: a kill leaves a readable file."""
+    """Flushed at once: a kill leaves whole lines."""
     f.write(line + '\n')
     f.flush()
 
 
 def progress_line(cfg, row, evals, train_s):
-    step, val = row['step'], evals[max(evals)]
-    line = f'{run_name(cfg)} | {step}/{cfg.max_iters} {100 * step // cfg.max_iters}%'
-    if step:
-        line += f' | loss {row["train_loss"]:.3f}'
-    line += f' val {val:.3f}'
+    step = row['step']
+    parts = [run_name(cfg), f'{step}/{cfg.max_iters} {100 * step // cfg.max_iters}%']
+    losses = f'val {evals[max(evals)]:.3f}'
+    parts.append(f'loss {row["train_loss"]:.3f} {losses}' if step else losses)
     if 'max_logit' in row:
-        line += f' | max logit {row["max_logit"]:.3g}'
+        parts.append(f'max logit {row["max_logit"]:.3g}')
     if step:
         left = (cfg.max_iters - step) * row['seconds'] / step
-        line += f' | {step * tokens_per_iter(cfg) / train_s / 1e3:.1f}k tok/s | {left:.0f} s left'
-    return line
+        parts += [f'{step * tokens_per_iter(cfg) / train_s / 1e3:.1f}k tok/s', f'{left:.0f} s left']
+    return ' | '.join(parts)
 
 
 # -----------------------------------------------------------------------------
@@ -1048,10 +1022,6 @@ def run(cfg):
         print(json_line(dict(run=run_name(cfg), log=path, **result)))
         return
     log = claim(path)
-    if not cfg.overwrite and finished(path, head):  # another process finished it just before we claimed it
-        os.remove(log.name)
-        raise CellBusy(f'{path}: another process has just finished this cell')
-
     terminal = sys.stdout.isatty()
 
     def on_row(row, evals, train_s):
@@ -1082,23 +1052,25 @@ def run(cfg):
 def sample_story(model, meta, cfg, max_new_tokens=120):
     model.eval()
     end = cfg.vocab_size - 1  # <|endoftext|>
-    idx = model.generate(torch.full((1, 1), end, device=cfg.device), max_new_tokens, temperature=0.8, top_k=50)
+    start = torch.full((1, 1), end, device=cfg.device)
+    idx = model.generate(start, max_new_tokens, temperature=0.8, top_k=50)
     ids = idx[0, 1:].tolist()
     return ' '.join(decode(ids[:ids.index(end)] if end in ids else ids, meta).split())
 
 
 def dry_run(cfg):
-    """Show what would be run, and how long it would take by a few timed steps on random tokens. Writes nothing."""
-    sources, cfg.vocab_size, folder = get_dataset(cfg.dataset, cfg.vocab_size, cfg.data_dir)
-    meta = load_data(cfg.dataset, cfg.vocab_size, cfg.data_dir, cfg.block_size)[2] if os.path.exists(folder) else None
+    """Show what would be run, and estimate its time from a few steps on random tokens. Writes nothing."""
+    _, cfg.vocab_size, folder = get_dataset(cfg.dataset, cfg.vocab_size, cfg.data_dir)
+    data_sha256 = f'not prepared yet: {folder}'
+    if os.path.exists(folder):
+        data_sha256 = load_data(cfg.dataset, cfg.vocab_size, cfg.data_dir, cfg.block_size)[2]['sha256']
     model, optimizer = build(cfg)
     noise = np.random.default_rng(0).integers(cfg.vocab_size, size=8 * cfg.block_size, dtype=np.uint16)
     generator, seconds = torch.Generator().manual_seed(0), []
     for _ in range(4):  # the first one also warms up
-        synchronize(cfg.device)
         start = time.perf_counter()
-        train_step(model, optimizer, cfg.min_lr, get_batch(noise, generator, cfg), cfg)
-        synchronize(cfg.device)
+        loss, _ = train_step(model, optimizer, cfg.min_lr, get_batch(noise, generator, cfg), cfg)
+        loss.item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     # an evaluated batch costs a third of a trained one, the probes as much as two batches more
     n_evals = math.ceil(cfg.max_iters / cfg.eval_interval) + 1
@@ -1106,14 +1078,12 @@ def dry_run(cfg):
     tokens = cfg.max_iters * tokens_per_iter(cfg)
     # forward and backward: 6 per parameter and token, and the attention (PaLM, appendix B)
     flops = tokens * (6 * model.get_num_params() + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size)
-    for name, value in identity(cfg).items():
-        print(f'{name:30} {value}')
-    summary = dict(run=run_name(cfg), log=os.path.join(cfg.out_dir, run_name(cfg) + '.csv'), **param_counts(model),
-                   tokens=tokens, flops=flops, code=sha256_file(__file__),
-                   data=meta['sha256'] if meta else f'not prepared yet: {folder}',
-                   processor=processor_name(cfg.device), threads=torch.get_num_threads(),
+    summary = dict(run=run_name(cfg), log=os.path.join(cfg.out_dir, run_name(cfg) + '.csv'),
+                   **param_counts(model), tokens=tokens, flops=flops, code=sha256_file(__file__),
+                   data=data_sha256, processor=processor_name(cfg.device),
+                   threads=torch.get_num_threads(),
                    estimated_s=round(sorted(seconds[1:])[1] * (cfg.max_iters + eval_steps), 1))
-    for name, value in summary.items():
+    for name, value in {**identity(cfg), **summary}.items():
         print(f'{name:30} {value}')
     print(json_line(summary))
 
@@ -1121,8 +1091,8 @@ def dry_run(cfg):
 def selftest(cfg):
     """Check the device at the configured sizes, both arms, against the CPU in float64. -> number of failures.
 
-    Why: kernels have been wrong without a word, on MPS above all (a causal mask that leaks in half precision, strided q,
-    k, v, large Linear layers, AdamW on non-contiguous weights, ids outside the vocabulary read as zeros).
+    Kernels have been silently wrong, on MPS above all: a causal mask that leaks in half precision, strided
+    q, k, v, large Linear layers, AdamW on non-contiguous weights, out-of-range ids read as zeros.
     """
     _, cfg.vocab_size, _ = get_dataset(cfg.dataset, cfg.vocab_size, cfg.data_dir)
     half = cfg.dtype != 'float32'
@@ -1132,13 +1102,15 @@ def selftest(cfg):
         nonlocal failures
         ok = value <= limit  # False for nan
         failures += not ok
-        print(f'{"ok" if ok else "FAILED":6} qknorm {cfg.qknorm:d}  {name:52} {value:9.2e}  at most {limit:.0e}')
+        print(f'{"ok" if ok else "FAILED":6} qknorm {cfg.qknorm:d}  {name:52} {value:9.2e}  '
+              f'at most {limit:.0e}')
 
     def relative(found, wanted):  # of the largest entry wanted
         return ((found.cpu().double() - wanted).abs().max() / wanted.abs().max()).item()
 
-    print(f'{cfg.device} ({processor_name(cfg.device)}), {cfg.dtype}, n_layer {cfg.n_layer}, n_head {cfg.n_head}, '
-          f'n_embd {cfg.n_embd}, block_size {cfg.block_size}, vocab_size {cfg.vocab_size}')
+    print(f'{cfg.device} ({processor_name(cfg.device)}), {cfg.dtype}, n_layer {cfg.n_layer}, '
+          f'n_head {cfg.n_head}, n_embd {cfg.n_embd}, block_size {cfg.block_size}, '
+          f'vocab_size {cfg.vocab_size}')
     for cfg.qknorm in (False, True):
         model, optimizer = build(cfg)
         reference = copy.deepcopy(model).cpu().double()
@@ -1147,10 +1119,11 @@ def selftest(cfg):
         x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         batch = [(x.to(cfg.device), y.to(cfg.device))]
 
+        half_way = cfg.block_size // 2
+        later = x.clone()
+        later[:, half_way:] = (later[:, half_way:] + 1) % cfg.vocab_size
         with torch.no_grad(), autocast(cfg):
-            later = x.clone()
-            later[:, cfg.block_size // 2:] = (later[:, cfg.block_size // 2:] + 1) % cfg.vocab_size
-            before, after = (model(t.to(cfg.device), batch[0][1])[0][:, :cfg.block_size // 2].float() for t in (x, later))
+            before, after = (model(ids.to(cfg.device), batch[0][1])[0][:, :half_way] for ids in (x, later))
         report('causality: later tokens move earlier logits by', relative(after, before.cpu().double()), 1e-5)
 
         logits, loss = reference(x, y)
@@ -1160,25 +1133,28 @@ def selftest(cfg):
         report('logits', relative(found_logits, logits), 5e-2 if half else 1e-4)
         report('loss', relative(found_loss, loss), 1e-2 if half else 1e-5)
         found_loss.backward()
-        report('gradients, the worst tensor', max(relative(p.grad, q.grad) for p, q in
-                                                  zip(model.parameters(), reference.parameters())), 0.2 if half else 1e-3)
+        pairs = list(zip(model.parameters(), reference.parameters()))
+        report('gradients, the worst tensor', max(relative(p.grad, q.grad) for p, q in pairs),
+               0.2 if half else 1e-3)
         # AdamW's first step is lr * sign(gradient) wherever that is not tiny: hand both the same gradients
-        before = [p.detach().clone() for p in reference.parameters()]
-        for p, q in zip(model.parameters(), reference.parameters()):
+        before = [q.detach().clone() for q in reference.parameters()]
+        for p, q in pairs:
             p.grad = q.grad.float().to(cfg.device)
-        reference_optimizer = reference.configure_optimizers(optimizer.param_groups[0]['weight_decay'], cfg.lr,
-                                                             (cfg.beta1, cfg.beta2), 'cpu')
+        reference_optimizer = reference.configure_optimizers(
+            optimizer.param_groups[0]['weight_decay'], cfg.lr, (cfg.beta1, cfg.beta2), 'cpu')
         optimizer.step()
         reference_optimizer.step()
         report('one AdamW step, the worst tensor', max(
             relative(p.detach().cpu().double() - w, q.detach() - w)
-            for p, q, w in zip(model.parameters(), reference.parameters(), before)), 1e-2)
+            for (p, q), w in zip(pairs, before)), 1e-2)
 
         model, optimizer = build(cfg)
-        losses = [train_step(model, optimizer, 1e-3, batch, cfg)[0] for _ in range(100)]
-        report('loss of one batch after 100 steps on it, over ln V', losses[-1].item() / math.log(cfg.vocab_size), 0.5)
+        for _ in range(100):
+            loss, _ = train_step(model, optimizer, 1e-3, batch, cfg)
+        report('loss of one batch after 100 steps on it, over ln V',
+               loss.item() / math.log(cfg.vocab_size), 0.5)
 
-    # load_data refuses ids outside the vocabulary; would the device have noticed? (CUDA would give up the process)
+    # load_data refuses ids outside the vocabulary; would the device notice? (on CUDA it ends the process)
     if not cfg.device.startswith('cuda'):
         try:
             model(torch.full((1, 2), cfg.vocab_size, device=cfg.device))
@@ -1190,7 +1166,7 @@ def selftest(cfg):
 
 
 def main(argv=None):
-    """-> exit status: 0 done (or diverged, or complete already), 1 failure, 2 bad input, 3 cell busy, 130 interrupted."""
+    """-> exit status: 0 done, diverged or complete already, 1 failure, 2 bad input, 3 busy, 130 Ctrl-C."""
     try:
         cfg = parse_args(argv)
         cfg.device = resolve_device(cfg.device)
@@ -1211,14 +1187,16 @@ def main(argv=None):
     except CellBusy as error:
         status, message = 3, error
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # ends the line of progress
         status, message = 130, 'interrupted; the same command starts this cell again'
     except (OSError, MemoryError) as error:  # a full disk, say: a failure, and no divergence
         status, message = 1, f'{type(error).__name__}: {error}'
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        status, message = 1, 'out of memory; a smaller --batch_size with more --gradient_accumulation_steps needs less'
-    print(f'\nqkgpt: {message}' if status == 130 else f'qkgpt: {message}', file=sys.stderr)
+        status = 1
+        message = 'out of memory; a smaller --batch_size with more --gradient_accumulation_steps needs less'
+    print(f'qkgpt: {message}', file=sys.stderr)
     return status
 
 
