@@ -1155,10 +1155,8 @@ def with_results(text, study):
     """README text with the part between the two markers replaced by the study's results."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f"README.md should hold the line {BEGIN} and after it the line {END}, once each")
-    figure = (study.folder / "figures" / "fig1_loss.png").as_posix()
     paragraphs = "\n\n".join(v["text"] for v in study.verdicts.values())
-    image = f"![Final loss against learning rate, one panel a depth]({figure})"
-    body = f"{image}\n\n{paragraphs}\n\n{section(study)}"
+    body = f"{paragraphs}\n\n{section(study)}"
     return text[:text.index(BEGIN) + len(BEGIN)] + "\n" + body + text[text.index(END):]
 
 

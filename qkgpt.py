@@ -301,17 +301,18 @@ def check_config(cfg):
         if not ok:
             raise UsageError(f'{name}: {getattr(cfg, name)}: {right}')
 
-    for name in ('n_layer', 'n_head', 'n_embd', 'max_iters', 'batch_size', 'gradient_accumulation_steps',
-                 'eval_interval', 'eval_iters', 'log_interval'):
-        need(name, getattr(cfg, name) >= 1, 'at least 1')
+    for name in ('n_layer', 'n_head', 'n_embd', 'batch_size', 'gradient_accumulation_steps', 'eval_iters'):
+        need(name, 1 <= getattr(cfg, name) <= 2**20, 'from 1 to 2**20')
+    for name in ('max_iters', 'eval_interval', 'log_interval'):
+        need(name, 1 <= getattr(cfg, name) <= 2**40, 'from 1 to 2**40')
     for name in ('dropout', 'beta1', 'beta2'):
         need(name, 0 <= getattr(cfg, name) < 1, 'at least 0 and below 1')
     for name in ('min_lr', 'weight_decay', 'grad_clip'):
         need(name, 0 <= getattr(cfg, name) < math.inf, 'at least 0 and finite')
     need('n_embd', cfg.n_embd % cfg.n_head == 0, f'a multiple of n_head ({cfg.n_head})')
-    need('block_size', cfg.block_size >= 2, 'at least 2')
-    need('lr', 0 < cfg.lr < math.inf and cfg.min_lr <= cfg.lr,
-         f'above 0, finite, and not below min_lr ({cfg.min_lr:g})')
+    need('block_size', 2 <= cfg.block_size <= 2**20, 'from 2 to 2**20')
+    need('lr', 0 < cfg.lr <= 1e20 and cfg.min_lr <= cfg.lr,
+         f'above 0, at most 1e20, and not below min_lr ({cfg.min_lr:g})')
     need('warmup_ratio', 0 <= cfg.warmup_ratio <= 1, 'from 0 to 1')
     need('seed', 0 <= cfg.seed < 2**63, 'from 0 to 2**63 - 1')
     need('threads', 0 <= cfg.threads <= 1024, "from 0 (PyTorch's choice) to 1024")
@@ -638,7 +639,8 @@ def load_data(dataset, vocab_size, data_dir, block_size):
     try:
         with open(path) as f:
             meta = json.load(f)
-        intact = meta['sha256'] == content_sha256(meta)
+        intact = (meta['sha256'] == content_sha256(meta)
+                  and meta['vocab_size'] == len(meta['itos']) == vocab_size)
         check(meta['source'] == [source['sha256'] for source in sources], path, 'made from another text')
     except (OSError, ValueError, KeyError, TypeError):
         intact = False
@@ -896,7 +898,8 @@ def git_commit():
     if not os.path.exists(os.path.join(HERE, '.git')):  # git would take an enclosing folder's
         return None
     try:
-        return subprocess.run(['git', '-C', HERE, 'describe', '--always', '--dirty', '--exclude', '*'],
+        git = ['git', f'--git-dir={HERE}/.git', f'--work-tree={HERE}']  # stronger than GIT_DIR
+        return subprocess.run([*git, 'describe', '--always', '--dirty', '--exclude', '*'],
                               capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -956,13 +959,30 @@ def finished(path, wanted):
                   ('data', found['data']['sha256'], wanted['data']['sha256'])]
         if 'status' not in last:
             raise ValueError
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, IsADirectoryError):
         raise UsageError(f'out_dir: {path}: not a finished log; remove it, or give --overwrite 1') from None
     other = [f'{name} {old} (now {new})' for name, old, new in pairs if old != new]
     if other:
         raise UsageError(f'out_dir: {path}: was run with {", ".join(other)}; '
                          'give another --out_dir, or --overwrite 1')
     return last
+
+
+def check_writable(folder):
+    """UsageError if folder, or what there is of it, cannot be written. Writes nothing."""
+    there = os.path.abspath(folder)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f'out_dir: {folder}: a folder that can be written')
+
+
+def is_at(f, path):
+    """Is path still the name of this open file?"""
+    try:
+        return os.path.samestat(os.fstat(f.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def claim(path):
@@ -976,8 +996,8 @@ def claim(path):
                          f'({error.strerror})') from None
     try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ours = os.path.samestat(os.fstat(f.fileno()), os.stat(partial))
-    except (BlockingIOError, FileNotFoundError):  # held by another, or just renamed by it
+        ours = is_at(f, partial)  # False: another has just renamed it
+    except BlockingIOError:
         ours = False
     if not ours:
         raise CellBusy(f'{partial}: another process is running this cell')
@@ -1009,12 +1029,14 @@ def progress_line(cfg, row, evals, train_s):
 
 def run(cfg):
     """Train one cell into its log, unless it is there."""
+    path = os.path.join(cfg.out_dir, run_name(cfg) + '.csv')
+    if cfg.overwrite or not os.path.exists(path):
+        check_writable(cfg.out_dir)  # before a long download
     data = load_data(cfg.dataset, cfg.vocab_size, cfg.data_dir, cfg.block_size)
     meta = data[2]
     cfg.vocab_size = meta['vocab_size']
     model, optimizer = build(cfg)
     head = header(cfg, model, meta)
-    path = os.path.join(cfg.out_dir, run_name(cfg) + '.csv')
 
     result = None if cfg.overwrite else finished(path, head)
     if result:
@@ -1022,13 +1044,16 @@ def run(cfg):
         print(json_line(dict(run=run_name(cfg), log=path, **result)))
         return
     log = claim(path)
+    if os.path.exists(path) and not cfg.overwrite:  # finished by another process since we looked
+        os.remove(log.name)
+        raise CellBusy(f'{path}: another process has just finished this cell')
     terminal = sys.stdout.isatty()
 
     def on_row(row, evals, train_s):
         write_line(log, csv_line(row))
         line = progress_line(cfg, row, evals, train_s)
         if terminal:
-            print(f'\r{line}\033[K', end='', flush=True)
+            print(f'\r{line[:shutil.get_terminal_size().columns - 1]}\033[K', end='', flush=True)
         elif 'val_loss' in row:
             print(line, flush=True)
 
@@ -1040,6 +1065,8 @@ def run(cfg):
         result = train(model, optimizer, cfg, data, on_row)
         write_line(log, '# ' + json_line(result))
         os.fsync(log.fileno())
+        if not is_at(log, log.name):
+            raise OSError(f'{log.name}: was removed while it was written')
         os.replace(log.name, path)
 
     if terminal:
@@ -1095,6 +1122,8 @@ def selftest(cfg):
     q, k, v, large Linear layers, AdamW on non-contiguous weights, out-of-range ids read as zeros.
     """
     _, cfg.vocab_size, _ = get_dataset(cfg.dataset, cfg.vocab_size, cfg.data_dir)
+    # the device is tested, not the optimisation asked for
+    cfg.lr, cfg.dropout, cfg.weight_decay, cfg.independent_wd, cfg.grad_clip = 1e-3, 0.0, 0.1, False, 1.0
     half = cfg.dtype != 'float32'
     failures = 0
 
@@ -1192,13 +1221,18 @@ def main(argv=None):
     except (OSError, MemoryError) as error:  # a full disk, say: a failure, and no divergence
         status, message = 1, f'{type(error).__name__}: {error}'
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
         status = 1
-        message = 'out of memory; a smaller --batch_size with more --gradient_accumulation_steps needs less'
-    print(f'qkgpt: {message}', file=sys.stderr)
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            message = 'out of memory; smaller --batch_size, more --gradient_accumulation_steps'
+        elif type(error).__module__.startswith(('torch._dynamo', 'torch._inductor')):
+            message = f'compile: 1: 0, since this machine cannot compile the model ({type(error).__name__})'
+        else:
+            raise
+    print('qkgpt:', *str(message).split('\n'), file=sys.stderr)
     return status
 
 
 if __name__ == '__main__':
+    sys.stdout = sys.stdout or open(os.devnull, 'w')  # closed by the caller
+    sys.stdout.reconfigure(errors='backslashreplace')  # a sample that the terminal cannot show is no failure
     sys.exit(main())

@@ -41,8 +41,8 @@ define_study() {
     lrs="3e-4 5.5e-4 1e-3 1.7e-3 3e-3 5.5e-3 1e-2 1.7e-2 3e-2 5.5e-2 1e-1 1.7e-1 3e-1"
     case $study in
         quick)
-            args="--dataset toy --n_embd 64 --n_head 2 --block_size 64 --batch_size 16 --eval_interval 20"
-            max_iters=200 lrs="1e-3 1e-2 3e-2 1e-1 3e-1" depths="2 4" n_seeds=2 ;;
+            args="--dataset toy --n_embd 64 --n_head 2 --block_size 64 --batch_size 16 --eval_interval 30"
+            max_iters=300 lrs="1e-3 1e-2 3e-2 1e-1 3e-1" depths="2 4" n_seeds=2 ;;
         cpu)
             args="--dataset tinystories-5m --n_embd 128 --n_head 4 --block_size 128 --batch_size 16"
             args="$args --eval_interval 50"
