@@ -6,6 +6,7 @@ in. GPT-2's table (TIKTOKEN_CACHE_DIR) and genuine TinyStories text in ../shared
 import contextlib
 import csv
 import dataclasses
+import fcntl
 import fcntl, hashlib, json, os, sys, time
 import hashlib
 import http.server
@@ -1234,7 +1235,7 @@ def start_sweep(project, *options, **changes):
 
 def run_sweep(project, *options, **changes):
     process = start_sweep(project, *options, **changes)
-    process.stdout_text, process.stderr_text = process.communicate(timeout=60)
+    process.stdout_text, process.stderr_text = process.communicate(timeout=120)
     return process
 
 
@@ -1428,18 +1429,22 @@ def test_sweep_killed_takes_its_cells_along(project):
 def test_sweep_twice_at_once_runs_each_cell_once(project):
     both = [start_sweep(project, PAUSE="0.2", JOBS="2", **GRID) for _ in range(2)]
     for sweep in both:
-        assert sweep.communicate(timeout=60)[1] == "" and sweep.returncode == 0
+        assert sweep.communicate(timeout=120)[1] == "" and sweep.returncode == 0
     started = [line for line in (project / "started").read_text().splitlines() if line[0] == "+"]
     assert sorted(started) == sorted("+" + run for run in RUNS)
     assert set(complete(project)) == set(RUNS)
 
 
 def test_sweep_waits_for_a_cell_of_another_sweep(project):
-    other = start_sweep(project, "--cell", "1", PAUSE="3", **GRID)
-    wait_for(lambda: list(project.rglob("*.partial")))
-    done = run_sweep(project, **GRID)
-    assert done.returncode == 0 and "waiting for cells of another sweep: 1" in done.stdout_text
-    assert set(complete(project)) == set(RUNS) and other.wait(timeout=10) == 0
+    partial = project / "logs/tiny" / (RUNS[0] + ".csv.partial")
+    partial.parent.mkdir(parents=True)
+    with open(partial, "w") as other:  # as if another sweep were running this cell
+        fcntl.flock(other, fcntl.LOCK_EX)
+        sweep = start_sweep(project, **GRID)
+        line = next(line for line in sweep.stdout if line.startswith("waiting"))
+    sweep.communicate(timeout=120)
+    assert line == "waiting for cells of another sweep: 1\n"
+    assert sweep.returncode == 0 and set(complete(project)) == set(RUNS)
 
 
 def test_sweep_runs_one_cell_by_number_or_slurm_task(project, tmp_path):
@@ -1537,8 +1542,8 @@ def test_sweep_passes_over_an_old_python_and_makes_the_venv_once(project, tmp_pa
             chmod +x "$3/bin/python"; exit; fi
         case $2 in *metadata*) echo bare ;; *) exec '{sys.executable}' "$@" ;; esac
         """)
-    for name in ("awk", "bash", "cat", "chmod", "cp", "cut", "diff", "dirname", "grep", "mkdir", "mv", "rm", "sed",
-                 "sleep", "tail", "touch", "tr", "wc", "xargs"):
+    for name in ("awk", "bash", "cat", "chmod", "cp", "cut", "diff", "dirname", "grep", "mkdir", "mv", "rm",
+                 "sed", "sleep", "tail", "touch", "tr", "wc", "xargs"):
         (tools / name).symlink_to(shutil.which(name))
     changes = {**GRID, "PYTHON": "", "PATH": str(tools)}
     listed = run_sweep(project, "--list", **changes)
