@@ -1152,11 +1152,11 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 def with_results(text, study):
-    """README text with the part between the two markers replaced by the study's results."""
+    """README text with the part between the two markers replaced: coverage, verdicts, the loss at every LR."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f"README.md should hold the line {BEGIN} and after it the line {END}, once each")
-    paragraphs = "\n\n".join(v["text"] for v in study.verdicts.values())
-    body = f"{paragraphs}\n\n{section(study)}"
+    paragraphs = [coverage_text(study), *(v["text"] for v in study.verdicts.values())]
+    body = "\n\n".join([*paragraphs, markdown(*loss_table(study))])
     return text[:text.index(BEGIN) + len(BEGIN)] + "\n" + body + text[text.index(END):]
 
 

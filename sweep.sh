@@ -367,6 +367,7 @@ run_grid() {
     export dir lrs depths seeds args device python jobs threads
     export -f cells unfinished count cell_args finished_times time_left footer outcome run_cell
     rm -f "$dir"/L*.err
+    group=
     trap stop INT TERM HUP
     run_cells
     [ -z "$(unfinished err)" ] || echo "waiting for cells of another sweep: $(unfinished err | count)"
