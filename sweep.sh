@@ -190,12 +190,13 @@ setup() {
     code=$(sed -n 's/^code //p' <<< "$prepared")
     data=$(sed -n 's/^data //p' <<< "$prepared")
     device=$(sed -n 's/^device //p' <<< "$prepared")
+    share_cores
     check_plan
 }
 
 plan() {
     printf '%s\n' "study $study" "lrs $lrs" "depths $depths" "seeds $seeds" "arms 0 1" \
-        "args $args" "device $device" "code $code" "data $data"
+        "args $args" "device $device" "threads $threads" "code $code" "data $data"
 }
 
 # A study has one code, data, device and settings: a second start may add cells to its grid, and nothing else.
@@ -243,6 +244,9 @@ share_cores() {
         *) jobs=${JOBS:-1} ;;
     esac
     threads=$((jobs < cores ? cores / jobs : 1))
+    if [ -e "$dir/plan.txt" ]; then    # the number of threads decides the last digits: one for all of a study
+        threads=$(sed -n 's/^threads //p' "$dir/plan.txt" | grep . || echo "$threads")
+    fi
 }
 
 # ---- time -----------------------------------------------------------------------------------------------
@@ -417,10 +421,9 @@ one_cell() {    # one_cell N
     local line words
     line=$(cells | awk -v n="$1" 'NR == n')
     [ -n "$line" ] || fail "cell '$1': the cells of $study are numbered 1 to $(cells | count)"
+    JOBS=${JOBS:-1}
     setup
     keep_plan
-    JOBS=${JOBS:-1}
-    share_cores
     if [ -e "$dir/${line%% *}.csv" ]; then
         echo "${line%% *} is already complete"
         return
@@ -436,7 +439,6 @@ sweep() {
     fi
     setup
     keep_plan
-    share_cores
     print_plan "$(finished_times)"
     run_grid
     report
@@ -444,7 +446,6 @@ sweep() {
 
 dry_run() {
     setup
-    share_cores
     print_plan "$(measured_times)"
 }
 

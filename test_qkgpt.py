@@ -1196,6 +1196,7 @@ partial.write("# " + json.dumps({"status": "ok" if ok else "diverged", "diverged
                                  "final_val_loss": 1.25 if ok else None, "wall_s": 60.0}) + "\n")
 partial.flush()
 open("started", "a").write("-" + run + "\n")
+print("a story of bytes \0")
 os.rename(log + ".partial", log)
 '''
 GRID = {"STUDY": "tiny", "LRS": "1e-3 .1", "DEPTHS": "1 2", "SEEDS": "7 8"}
@@ -1294,7 +1295,7 @@ def test_sweep_trains_the_grid_analyses_it_and_keeps_the_plan(project):
     assert re.search(rf"{RUNS[1]} diverged at step 7 60 s", done.stdout_text)
     assert "analyzed logs/tiny\n" in done.stdout_text and "logs/tiny/figures" in done.stdout_text
     plan = dict(line.split(" ", 1) for line in (project / "logs/tiny/plan.txt").read_text().splitlines())
-    assert list(plan) == "study lrs depths seeds arms args device code data".split()
+    assert list(plan) == "study lrs depths seeds arms args device threads code data".split()
     assert (plan["study"], plan["lrs"], plan["depths"], plan["seeds"], plan["arms"]) == (
         "tiny", "0.001 0.1", "1 2", "7 8", "0 1")
     assert plan["device"] == "cpu" and len(plan["code"]) == 64 and plan["data"] == "d1"
@@ -1392,6 +1393,12 @@ def test_sweep_runs_n_cells_at_once_and_shares_the_cores(project):
         assert f"{jobs} at once with threads: {threads}," in plan
 
 
+def test_sweep_keeps_the_threads_of_its_plan(project):
+    assert run_sweep(project, "--cell", "1", SLURM_CPUS_ON_NODE="4", **GRID).returncode == 0
+    assert run_sweep(project, JOBS="4", SLURM_CPUS_ON_NODE="4", **GRID).returncode == 0
+    assert {re.search(r"--threads (\d+)", c)[1] for c in calls(project) if "--lr" in c} == {"4"}
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_sweep_interrupted_stops_its_cells(project, signum):
     sweep = start_sweep(project, PAUSE="30", JOBS="2", **GRID)
@@ -1448,7 +1455,7 @@ def test_sweep_waits_for_a_cell_of_another_sweep(project):
 
 
 def test_sweep_runs_one_cell_by_number_or_slurm_task(project, tmp_path):
-    assert run_sweep(project, "--cell", "4", **GRID).returncode == 0
+    assert run_sweep(project, "--cell", "4", SLURM_CPUS_ON_NODE="5", **GRID).returncode == 0
     spool = tmp_path / "spool"
     spool.mkdir()
     shutil.copy(project / "sweep.sh", spool / "slurm_script")
@@ -1531,7 +1538,10 @@ def fake_command(folder, name, text):
 
 def test_sweep_passes_over_an_old_python_and_makes_the_venv_once(project, tmp_path):
     tools = tmp_path / "tools"
-    fake_command(tools, "python3", "exit 1\n")  # macOS's own: too old
+    fake_command(tools, "python3", f"""
+        exec '{sys.executable}' -c "import sys; sys.version_info = (3, 9, 6)  # macOS's own
+$2"
+        """)
     (tmp_path / "venv_python").write_text(f"""#!/bin/sh
         if [ "$1 $2" = "-m pip" ]; then touch installed; exit; fi
         case $2 in *metadata*) if [ -e installed ]; then echo ready; else echo bare; fi; exit ;; esac
