@@ -77,7 +77,12 @@ def bad_input(message):
 
 def read_log(path):
     """One complete log as a dict; raises ValueError with the reason if the file is anything else."""
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    if not path.is_file():
+        raise ValueError("not a file")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("damaged, or not a log of qkgpt.py: not UTF-8") from None
     if not text:
         raise ValueError("empty")
     if not text.startswith("# {"):
@@ -92,13 +97,16 @@ def read_log(path):
         raise ValueError(f"damaged: header or closing line is not JSON ({e.msg})") from None
     except KeyError as e:
         raise ValueError(f"not a log of qkgpt.py: {e} is missing") from None
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, ArithmeticError, RecursionError):
         raise ValueError("not a log of qkgpt.py: header or closing line has another form") from None
 
 
 def check_log(path, header, columns, rows, footer):
     """The second half of read_log: the parts agree with each other, and every field is a number."""
     config, diverged = header["config"], footer["status"] == "diverged"
+    header["code"], header["data"].items(), header.get("versions", {}).items()  # wanted later: must be there
+    if len(set(columns)) < len(columns):
+        raise ValueError("damaged: a column stands there twice")
     name = f"L{config['n_layer']}_lr{config['lr']:g}_qk{config['qknorm']:d}_s{config['seed']}"
     if header["run"] != name or path.name != name + ".csv":
         raise ValueError(f"its header says it is {name}: a copy, or renamed")
@@ -118,12 +126,16 @@ def check_log(path, header, columns, rows, footer):
     end = footer["diverged_step"] if diverged else config["max_iters"]
     if footer["status"] not in ("ok", "diverged") or steps[-1] != end:
         raise ValueError(f"damaged: {footer['status']!r} at step {end}, but its last row is step {steps[-1]}")
+    evals = {s for s in range(end + 1) if s % config["eval_interval"] == 0 or s == config["max_iters"]}
+    due = evals | {end} | set(range(0, end + 1, config["log_interval"]))
+    if set(steps) != due:
+        raise ValueError(f"damaged: the row of step {min(due ^ set(steps))} is missing or one too many")
     cell = (int(config["qknorm"]), config["n_layer"], float(f"{config['lr']:g}"), config["seed"])
     run = {"name": name, "cell": cell, "header": header, "footer": footer, "rows": rows, "diverged": diverged,
            "l0": l0}
     for column in ("val_loss", "val_bpb", *MECHANISM):
-        if not len(series(run, column)[0]):
-            raise ValueError(f"damaged: {column} was never measured")
+        if any(s in evals and s != footer["diverged_step"] and not v for s, v in zip(steps, rows[column])):
+            raise ValueError(f"damaged: {column} is empty at an evaluation")
     if not diverged and not math.isclose(final, series(run, "val_loss")[1][-1], rel_tol=1e-6):
         raise ValueError(f"damaged: final_val_loss {final} is not the last row's val_loss")
     if not math.isclose(l0, series(run, "val_loss")[1][0], rel_tol=1e-6):
@@ -1193,4 +1205,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except OSError as e:
-        bad_input(f"{e.filename}: {e.strerror}")
+        bad_input(f"{e.filename or 'output'}: {e.strerror}")

@@ -320,8 +320,10 @@ run_cell() {    # run_cell run seed depth lr arm
     elif [ "$status" -eq 3 ]; then
         return 0    # another sweep is at it
     else
-        printf '%s\n' "$output" > "$dir/$1.err"
-        outcome="FAILED with exit status $status: $(tail -n 1 "$dir/$1.err")"
+        [ "$status" -le 128 ] || output="$output"$'\n'"killed by signal $((status - 128))"
+        : > "$dir/$1.err"
+        printf '%s\n' "$output" 2> /dev/null > "$dir/$1.err" || true    # a full disk: the line below tells
+        outcome="FAILED with exit status $status: $(tail -n 1 <<< "$output")"
     fi
     total=$(cells | count)
     pending=$(unfinished err)

@@ -1627,6 +1627,8 @@ def write_log(folder, arm, depth, lr, seed, loss=3.0, l0=7.6, diverged_at=None, 
     config = {"qknorm": bool(arm), "n_layer": depth, "n_head": 4, "n_embd": 128, "block_size": 128, "lr": lr,
               "min_lr": 1e-5, "max_iters": 500, "dataset": "tinystories-5m", "seed": seed, "device": "cpu",
               "dtype": "float32", **settings}
+    evals = max(config["max_iters"] // 10, 1)
+    config.update(eval_interval=evals, log_interval=10)
     name = f"L{depth}_lr{lr:g}_qk{arm}_s{seed}"
     header = {"run": name, "config": config, "code": code,
               "data": {"dataset": "tinystories-5m", "sha256": sha},
@@ -1634,7 +1636,7 @@ def write_log(folder, arm, depth, lr, seed, loss=3.0, l0=7.6, diverged_at=None, 
               "threads": 1, "dtype": "float32", "start": "2026-01-01T00:00:00Z"}
     curve = curve or (lambda x: loss + (l0 - loss) * math.exp(-9 * x) * (1 - x))
     lines = ["# " + json.dumps(header), ",".join(COLUMNS)]
-    evals, last = max(config["max_iters"] // 10, 1), diverged_at or config["max_iters"]
+    last = diverged_at or config["max_iters"]
     for step in range(0, last + 1, 10):
         row = dict.fromkeys(COLUMNS, "")
         x = step / config["max_iters"]
@@ -2274,3 +2276,21 @@ def test_analyze_readme_is_rewritten_and_staleness_is_seen(tmp_path):
 def test_analyze_the_readme_is_not_stale():
     text = Path("README.md").read_text(encoding="utf-8")
     assert analyze.with_results(text, analyze.analyze("logs/cpu")) == text, "run python analyze.py --readme"
+
+
+def test_analyze_refuses_missing_rows_and_emptied_evaluations(tmp_path):
+    path = write_log(tmp_path, 0, 2, 1e-2, 1)
+    lines = path.read_text().split("\n")
+    assert analyze.read_log(path)["loss"] == pytest.approx(3.0)
+    emptied = lines[27].split(",")  # step 250
+    emptied[COLUMNS.index("val_loss")] = ""
+    cases = {"step 10 is missing": lines[:3] + lines[4:], "val_loss is empty": lines[:27] + [",".join(emptied)] + lines[28:],
+             "a column stands there twice": [line if line[:1] in "#" else line + "," + line.split(",")[5] for line in lines],
+             "data": [lines[0].replace('"data":', '"other":')] + lines[1:]}
+    for reason, damaged in cases.items():
+        path.write_text("\n".join(damaged))
+        with pytest.raises(ValueError, match=reason):
+            analyze.read_log(path)
+    path.write_bytes("\n".join(lines).encode().replace(b"AMD", b"\xff\xfe"))
+    with pytest.raises(ValueError, match="UTF-8"):
+        analyze.read_log(path)
