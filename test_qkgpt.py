@@ -1627,7 +1627,7 @@ def write_log(folder, arm, depth, lr, seed, loss=3.0, l0=7.6, diverged_at=None, 
     config = {"qknorm": bool(arm), "n_layer": depth, "n_head": 4, "n_embd": 128, "block_size": 128, "lr": lr,
               "min_lr": 1e-5, "max_iters": 500, "dataset": "tinystories-5m", "seed": seed, "device": "cpu",
               "dtype": "float32", **settings}
-    evals = max(config["max_iters"] // 10, 1)
+    evals = settings.get("eval_interval", 50)
     config.update(eval_interval=evals, log_interval=10)
     name = f"L{depth}_lr{lr:g}_qk{arm}_s{seed}"
     header = {"run": name, "config": config, "code": code,
