@@ -1164,7 +1164,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 def with_results(text, study):
-    """README text with the part between the two markers replaced: coverage, verdicts, the loss at every LR."""
+    """README text with coverage, verdicts and the loss at every LR put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f"README.md should hold the line {BEGIN} and after it the line {END}, once each")
     paragraphs = [coverage_text(study), *(v["text"] for v in study.verdicts.values())]

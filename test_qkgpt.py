@@ -1,7 +1,7 @@
-"""The tests: nanoGPT, closed forms, brute force, hand-worked tables and a second run, bit for bit, as oracles.
+"""The tests. Oracles: nanoGPT, closed forms, brute force, hand-worked tables, a second run bit for bit.
 
-NANOGPT=path/to/karpathy/nanoGPT (at 3adf61e1) adds the comparison with stock nanoGPT; without it golden numbers stand
-in. GPT-2's table (TIKTOKEN_CACHE_DIR) and genuine TinyStories text in ../shared/data add theirs.
+NANOGPT=path/to/karpathy/nanoGPT (at 3adf61e1) adds the comparison with stock nanoGPT; without it golden
+numbers stand in. GPT-2's table (TIKTOKEN_CACHE_DIR) and TinyStories text in ../shared/data add theirs.
 """
 import contextlib
 import csv
