@@ -13,6 +13,7 @@ the experiment. The order is nanoGPT's: model, configuration, data, training, me
 
 import argparse
 import copy
+import ctypes
 import dataclasses
 import fcntl
 import hashlib
@@ -32,15 +33,18 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-# read by PyTorch at its first allocation: huge pages on Linux; without, a tenth of a CPU step is page faults
-os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
-
 import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+
+# glibc returns every large tensor to the kernel when it is freed; a tenth of a CPU step would be page faults
+if platform.libc_ver()[0] == 'glibc':
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**30)
 
 
 class UsageError(Exception):
@@ -68,7 +72,7 @@ class LayerNorm(nn.Module):
 
 def rms_norm(x):  # qknorm: x / rms(x) over the last axis, without a gain: both arms have the same parameters
     y = x.to(torch.promote_types(x.dtype, torch.float32))  # qknorm: in float32 at least
-    mean_square = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square() / x.size(-1)  # qknorm
+    mean_square = y.square().mean(-1, keepdim=True)  # qknorm
     return (y * torch.rsqrt(mean_square + 1e-6)).to(x.dtype)  # qknorm
 
 
@@ -713,6 +717,10 @@ def build(cfg):
     return model, model.configure_optimizers(weight_decay, cfg.lr, (cfg.beta1, cfg.beta2), device_type)
 
 
+def compiled(model, cfg):
+    return torch.compile(model) if cfg.compile else model
+
+
 def train_step(model, optimizer, lr, batches, cfg):
     """One update. -> loss, gradient norm before clipping, both on the device: nothing here waits for it."""
     for group in optimizer.param_groups:
@@ -746,7 +754,7 @@ def train(model, optimizer, cfg, data, on_row):
     Calls on_row(row, evals, train_s) for each row of the log; evals: step -> validation loss, nats per token.
     """
     train_data, val_data, meta = data
-    training_model = torch.compile(model) if cfg.compile else model
+    training_model = compiled(model, cfg)
     generator = torch.Generator().manual_seed(cfg.seed)
     batches = get_batch(train_data, generator, cfg)
     history, evals, diverged_step, train_s = [], {}, None, 0.0
@@ -988,6 +996,8 @@ def is_at(f, path):
 def claim(path):
     """Open path.partial, empty and locked. Raises CellBusy, or UsageError where it cannot be written."""
     partial = path + '.partial'
+    if os.path.isdir(path):
+        raise UsageError(f'out_dir: {path}: a log, but a folder has its name')
     try:
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         f = open(partial, 'a')  # not 'w': it may be another's
@@ -1092,11 +1102,12 @@ def dry_run(cfg):
     if os.path.exists(folder):
         data_sha256 = load_data(cfg.dataset, cfg.vocab_size, cfg.data_dir, cfg.block_size)[2]['sha256']
     model, optimizer = build(cfg)
+    training_model = compiled(model, cfg)
     noise = np.random.default_rng(0).integers(cfg.vocab_size, size=8 * cfg.block_size, dtype=np.uint16)
     generator, seconds = torch.Generator().manual_seed(0), []
     for _ in range(4):  # the first one also warms up
         start = time.perf_counter()
-        loss, _ = train_step(model, optimizer, cfg.min_lr, get_batch(noise, generator, cfg), cfg)
+        loss, _ = train_step(training_model, optimizer, cfg.min_lr, get_batch(noise, generator, cfg), cfg)
         loss.item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     # an evaluated batch costs a third of a trained one, the probes as much as two batches more
@@ -1143,6 +1154,7 @@ def selftest(cfg):
     for cfg.qknorm in (False, True):
         model, optimizer = build(cfg)
         reference = copy.deepcopy(model).cpu().double()
+        model = compiled(model, cfg)
         generator = torch.Generator().manual_seed(cfg.seed)
         ids = torch.randint(cfg.vocab_size, (2, cfg.block_size + 1), generator=generator)
         x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -1178,6 +1190,7 @@ def selftest(cfg):
             for (p, q), w in zip(pairs, before)), 1e-2)
 
         model, optimizer = build(cfg)
+        model = compiled(model, cfg)
         for _ in range(100):
             loss, _ = train_step(model, optimizer, 1e-3, batch, cfg)
         report('loss of one batch after 100 steps on it, over ln V',

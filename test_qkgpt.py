@@ -7,7 +7,6 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
-import fcntl, hashlib, json, os, sys, time
 import hashlib
 import http.server
 import importlib.util
@@ -17,8 +16,10 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -273,6 +274,23 @@ def test_run_writes_a_log_and_keeps_it(run, tmp_path):
     path.write_text('\n'.join(before.decode().splitlines()[:-1]) + '\n')  # damaged: no closing line
     status, _, err = run('--lr', '1e-2', '--qknorm', '1')
     assert status == 2 and 'not a finished log' in err
+    path.unlink()
+    path.mkdir()
+    status, _, err = run('--lr', '1e-2', '--qknorm', '1', '--overwrite', '1')
+    assert status == 2 and err.startswith(f'qkgpt: out_dir: {path}') and path.is_dir() and len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='of glibc')
+def test_memory_is_kept_between_steps():
+    cfg = qkgpt.Config(n_layer=1, n_head=1, n_embd=32, block_size=128, vocab_size=4096, batch_size=8, device='cpu')
+    model, optimizer = qkgpt.build(cfg)
+    x, y = random_batch(dict(block_size=128, vocab_size=4096), 8)  # logits of 16 MB, 4096 pages
+    faults = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        qkgpt.train_step(model, optimizer, 1e-3, [(x, y)], cfg)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(faults[1:]) < 1000, faults
 
 
 def test_other_code_or_data_is_named(run, tmp_path):

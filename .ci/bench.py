@@ -5,7 +5,7 @@ Speed as ratios, each within one process or between alternating ones, so that th
 
 1. forward + backward + AdamW step: --qknorm 0 against stock nanoGPT's model, --qknorm 1 against --qknorm 0, and the share
    of the machine's float32 matrix product rate that the step reaches; at the cpu study's and the paper cell's sizes.
-2. whole runs against stock train.py doing the same updates (d 128, 4 layers, batch 16 x 128, 100 steps, toy corpus).
+2. whole runs against stock train.py doing the same updates (d 128, 4 layers, batch 16 x 128, toy corpus).
 3. the cost of the probes as a share of a run.
 
 Medians of interleaved rounds. One thread, since the cpu study runs one cell a core.
@@ -105,7 +105,8 @@ def bench_step(name, size, stock, rounds):
 
 
 def bench_runs(rounds):
-    """Whole processes, imports included, with the same updates. Stock evaluates 5 x 2 x 20 batches of train and val."""
+    """Whole processes, imports included, with the same 101 updates (stock's max_iters 100) and five evaluations.
+    Stock's are of 20 batches of train and 20 of val; ours are of val alone, with the probes."""
     with tempfile.TemporaryDirectory() as tmp:
         home = Path(tmp) / 'nanoGPT'
         shutil.copytree(NANOGPT, home, ignore=shutil.ignore_patterns('.git', 'assets'))
@@ -116,24 +117,25 @@ def bench_runs(rounds):
             shutil.copy(Path(prepared) / part, data)
         (data / 'meta.pkl').write_bytes(__import__('pickle').dumps(dict(vocab_size=257)))
         shape = dict(n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=16, gradient_accumulation_steps=1,
-                     max_iters=100, eval_iters=20, log_interval=10)
+                     log_interval=10)
         env = dict(os.environ, OMP_NUM_THREADS='1')
 
-        def stock(**changes):
+        def stock():
             flags = dict(shape, dataset='bench', device='cpu', compile=False, dtype='float32', dropout=0.0,
-                         always_save_checkpoint=False, out_dir='out', eval_interval=25, max_iters=99)
-            command = [sys.executable, 'train.py'] + [f'--{k}={v}' for k, v in {**flags, **changes}.items()]
+                         always_save_checkpoint=False, out_dir='out', max_iters=100, eval_interval=25, eval_iters=20)
+            command = [sys.executable, 'train.py'] + [f'--{k}={v}' for k, v in flags.items()]
             subprocess.run(command, cwd=home, env=env, check=True, capture_output=True)
 
-        def ours(**changes):
-            flags = dict(shape, dataset='toy', device='cpu', threads=1, out_dir=tmp, overwrite=1, eval_interval=25)
+        def ours(eval_iters):
+            flags = dict(shape, dataset='toy', device='cpu', threads=1, out_dir=tmp, overwrite=1, max_iters=101,
+                         eval_interval=26, eval_iters=eval_iters)
             command = [sys.executable, str(ROOT / 'qkgpt.py')]
-            command += [word for k, v in {**flags, **changes}.items() for word in (f'--{k}', str(v))]
+            command += [word for k, v in flags.items() for word in (f'--{k}', str(v))]
             subprocess.run(command, env=env, check=True, capture_output=True)
 
-        # stock at iterations 0, 25, 50, 75: 4 x 40 batches; ours at 0, 25, 50, 75, 100: 5 x 32 are as many
-        seconds = interleaved({'stock': stock, 'same number of evaluated tokens': lambda: ours(eval_iters=32),
-                               "each program's own evaluation": ours}, rounds)
+        seconds = interleaved({'stock': stock, 'as many batches of val as stock of both': lambda: ours(40),
+                               "as many batches of val as stock's": lambda: ours(20),
+                               'our default, 10 batches': lambda: ours(10)}, rounds)
         for name in list(seconds)[1:]:
             print(f'whole run, {name}: stock {statistics.median(seconds["stock"]):.1f} s, ours '
                   f'{statistics.median(seconds[name]):.1f} s, stock / ours {ratio(seconds, "stock", name):.2f}')
