@@ -155,13 +155,13 @@ def read_plan(path):
     """plan.txt as {key: text}; one line and exit 2 if the grid in it cannot be read."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     plan = dict(line.partition(" ")[::2] for line in lines if line and not line.startswith("#"))
-    for key, number in (("lrs", float), ("depths", int), ("seeds", int)):
+    for key, number, top in (("lrs", float, 1e20), ("depths", int, 2**20), ("seeds", int, 2**63)):
         try:
             values = sorted({number(v) for v in plan[key].split()})
         except (KeyError, ValueError):
             values = []
-        if not values or not all(v > 0 or v == 0 and key == "seeds" for v in values) or math.inf in values:
-            bad_input(f"{path}: {key} {plan.get(key, '')!r} should be a list of numbers above 0")
+        if not values or not all(0 < v <= top or v == 0 and key == "seeds" for v in values):
+            bad_input(f"{path}: {key} {plan.get(key, '')!r} should be numbers above 0, at most {top:g}")
         plan[key] = values
     return plan
 
@@ -181,7 +181,7 @@ def read_study(folder, allow_mixed=False):
     plan_file = folder / "plan.txt"
     plan = read_plan(plan_file) if plan_file.exists() else {}
     _, depths, lrs, seeds = (sorted(set(values)) for values in zip(*runs)) if runs else [[]] * 4
-    study = SimpleNamespace(name=folder.name, folder=folder, planned=bool(plan), left_out=left_out,
+    study = SimpleNamespace(name=folder.absolute().name, folder=folder, planned=bool(plan), left_out=left_out,
                             lrs=plan.get("lrs", lrs), depths=plan.get("depths", depths),
                             seeds=plan.get("seeds", seeds))
     grid = [(arm, depth, lr, seed) for seed in study.seeds for depth in study.depths
@@ -749,7 +749,8 @@ EVENT = {"color": "0.3", "ls": "", "mfc": "white", "mew": 0.7, "ms": 3.6}
 
 def setup_matplotlib():
     """matplotlib with its own defaults and its own fonts, whatever the machine has configured."""
-    os.environ.pop("MPLBACKEND", None)  # no display is used, and a wrong value would stop the import
+    for name in ("MPLBACKEND", "SOURCE_DATE_EPOCH"):  # of no use here: no display, no dates
+        os.environ.pop(name, None)  # and a wrong value would end in a traceback
     import matplotlib
     from matplotlib import font_manager
     fonts = font_manager.fontManager
@@ -1012,7 +1013,7 @@ def figure_mechanism(study):
     title_panels(axes, [layers(depth) for depth in study.depths] * len(labels))
     fig.align_ylabels(axes[:, 0])
     legend(fig, {**legend_entries(study, "diverged run (last evaluation)"),
-                 r"logit $10^4$; uniform attention; Gaussian": GUIDE})
+                 r"for scale: logit $10^4$, uniform attention, kurtosis of a Gaussian": GUIDE})
     save_cells(study, fig, "fig4_mechanism", [name + end for name in labels for end in ("", "_extreme")])
 
 
@@ -1185,6 +1186,10 @@ def main(argv=None):
     parser.add_argument("--readme", action="store_true",
                         help="rewrite the results in README.md (study: logs/cpu unless given)")
     args = parser.parse_args(argv)
+    if args.study and args.compare:
+        bad_input(f"--compare takes two studies, {args.study} is a third")
+    if (args.compare is not None) + args.suggest + args.readme > 1:
+        bad_input("--compare, --suggest and --readme: one at a time")
     if args.compare:
         return 0 if compare(*(analyze(folder, args.allow_mixed) for folder in args.compare)) else 1
     if not args.study and not args.readme:
@@ -1206,3 +1211,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except OSError as e:
         bad_input(f"{e.filename or 'output'}: {e.strerror}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -70,6 +70,8 @@ apply_environment() {
     max_iters=${MAX_ITERS:-$max_iters}
     [[ $max_iters =~ $positive ]] || fail "MAX_ITERS: '$max_iters' is not a positive integer"
     [[ ${JOBS:-1} =~ $positive ]] || fail "JOBS: '$JOBS' is not a positive integer"
+    [[ ${SLURM_CPUS_ON_NODE:-1} =~ $positive ]] ||
+        fail "SLURM_CPUS_ON_NODE: '$SLURM_CPUS_ON_NODE' is not a positive integer"
     args="$args --max_iters $max_iters"
     device=${DEVICE:-auto}
 }
@@ -91,8 +93,7 @@ checked() (
 
 read_seeds() {    # the first n_seeds of seeds.txt, whatever its line ends
     local text line seed rest number=0
-    [ -r seeds.txt ] || fail "seeds.txt cannot be read"
-    text=$(cat seeds.txt)
+    text=$(cat seeds.txt 2> /dev/null) || fail "seeds.txt is not a file that can be read"
     text=${text//$'\r\n'/$'\n'}
     text=${text//$'\r'/$'\n'}
     seeds=
@@ -150,7 +151,8 @@ find_python() {
     local state candidates="python3 python python3.14 python3.13 python3.12 python3.11"
     base=
     if [ -n "${PYTHON:-}" ]; then
-        state=$("$PYTHON" -c "$probe" 2> /dev/null) || fail "PYTHON: '$PYTHON' is not Python 3.11 or newer"
+        state=$("$PYTHON" -c "$probe" 2> /dev/null) || state=
+        [ -n "$state" ] || fail "PYTHON: '$PYTHON' is not Python 3.11 or newer"
         python=$PYTHON base=$PYTHON candidates=
         [ "$state" != ready ] || return 0
     fi
@@ -177,6 +179,7 @@ install() {
 
 # One process at a time sets up. The system drops the lock with the last process that holds it.
 lock() {
+    [ -w requirements.txt ] || fail "requirements.txt cannot be locked: $PWD should be writable"
     exec 9>> requirements.txt    # opened for its lock alone, never written
     "${base:-$python}" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
 }
@@ -201,23 +204,24 @@ plan() {
 
 # A study has one code, data, device and settings: a second start may add cells to its grid, and nothing else.
 check_plan() {
-    local difference key value
+    local difference key value kept
     [ -e "$dir/plan.txt" ] || return 0
     difference=$(plan | diff -u "$dir/plan.txt" - | grep '^[-+][a-z]') || true    # diff's status is 1 for one
     [ -n "$difference" ] || return 0
     printf '%s\n' "$difference" >&2
     while read -r key value; do
+        kept=$(sed -n "s/^$key //p" "$dir/plan.txt")
         case $key in
-            lrs | depths | seeds) contains "${!key}" "$value" ;;
-            \#* | '') ;;
-            *) plan | grep -xF -- "$key $value" > /dev/null ;;
+            lrs | depths | seeds) contains "$value" "$kept" ;;
+            *) [ "$kept" = "$value" ] ;;
         esac || fail "$dir/plan.txt (-) is not this start's plan (+): go back to it, or give a new STUDY=name"
-    done < "$dir/plan.txt"
+    done <<< "$(plan)"
     echo "the grid of $dir/plan.txt is extended as above"
 }
 
-contains() {    # contains "a b c" "b c": every word of the second is one of the first
+contains() {    # contains "a b c" "b c": every word of the second, at least one, is one of the first
     local word
+    [ -n "$2" ] || return 1
     for word in $2; do
         case " $1 " in *" $word "*) ;; *) return 1 ;; esac
     done
@@ -229,7 +233,8 @@ keep_plan() {    # a plan that is kept also says that its code passed the self-t
         read -r -a words <<< "$args --n_layer ${depths##* } --device $device"
         "$python" qkgpt.py --selftest 1 "${words[@]}"
     fi
-    mkdir -p "$dir"
+    mkdir -p "$dir" 2> /dev/null || true
+    [[ -d $dir && -w $dir ]] || fail "$dir is not a folder that can be written"
     plan > "$dir/plan.txt.new"
     mv "$dir/plan.txt.new" "$dir/plan.txt"
     exec 9>&-    # others may set up now
@@ -393,7 +398,7 @@ report() {
     fi
     for file in "$dir"/L*.err; do
         [ -e "$file" ] || continue
-        echo "failed: $file: $(tail -n 1 "$file")" >&2
+        echo "failed: $file: $(tail -n 1 "$file" | grep . || echo "a full disk? its line above tells")" >&2
         status=1
     done
     return "$status"

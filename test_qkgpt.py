@@ -1370,6 +1370,12 @@ def test_sweep_refuses_another_plan_and_extends_a_grid(project):
         f.write("# another trainer\n")
     other = run_sweep(project, **{**GRID, "LRS": "1e-3 1e-2 1e-1"})
     assert other.returncode == 2 and "+code " in other.stderr_text and "-code " in other.stderr_text
+    for lost in (".*", "(code|data|threads) .*", "depths .*"):  # as a full disk or an editor may leave it
+        plan = project / "logs/tiny/plan.txt"
+        whole = plan.read_text()
+        plan.write_text("".join(line for line in whole.splitlines(True) if not re.fullmatch(lost, line.strip())))
+        assert run_sweep(project, **{**GRID, "LRS": "1e-3 1e-2 1e-1"}).returncode == 2
+        plan.write_text(whole)
 
 
 def test_sweep_reports_a_failed_cell_and_goes_on(project):
@@ -1526,10 +1532,20 @@ def test_sweep_refuses_bad_seeds(project, text, words):
     ({"STUDY": "s", "LRS": "*"}, ("LRS", "*")), ({"STUDY": "s", "DEPTHS": "2 0"}, ("DEPTHS", "0")),
     ({"STUDY": "s", "DEPTHS": " "}, ("DEPTHS", "empty")), ({"STUDY": "s", "SEEDS": "a"}, ("SEEDS", "a")),
     ({"STUDY": "s", "MAX_ITERS": "1 2"}, ("MAX_ITERS", "1 2")), ({"JOBS": "0"}, ("JOBS", "0")),
-    ({"PYTHON": "/nowhere/python"}, ("PYTHON", "/nowhere/python"))])
+    ({"SLURM_CPUS_ON_NODE": "4(x2)"}, ("SLURM_CPUS_ON_NODE", "4(x2)")),
+    ({"PYTHON": "/nowhere/python"}, ("PYTHON", "/nowhere/python")), ({"PYTHON": "true"}, ("PYTHON", "true"))])
 def test_sweep_refuses_bad_environment(project, changes, words):
     refused(run_sweep(project, "quick", **changes), *words)
     assert not (project / "logs").exists() and not calls(project)
+
+
+def test_sweep_refuses_folders_where_it_needs_files(project):
+    (project / "seeds.txt").unlink()
+    (project / "seeds.txt").mkdir()
+    refused(run_sweep(project, "quick"), "seeds.txt")
+    (project / "logs").mkdir()
+    (project / "logs/tiny").write_text("")
+    refused(run_sweep(project, **GRID), "logs/tiny", "folder")
 
 
 def test_sweep_refuses_bad_arguments(project):
@@ -1719,8 +1735,9 @@ def run_analyze(*args):
 
 
 def start_analyze(*args, cwd=None):
-    """analyze.py as a user starts it, with a display setting and a hash seed that must not matter."""
-    env = {**os.environ, "MPLBACKEND": "no-such-backend", "PYTHONHASHSEED": str(random.randrange(1000))}
+    """analyze.py as a user starts it, with settings of display, date and hash seed that must not matter."""
+    env = {**os.environ, "MPLBACKEND": "no-such-backend", "SOURCE_DATE_EPOCH": "no-such-date",
+           "PYTHONHASHSEED": str(random.randrange(1000))}
     command = [sys.executable, Path(analyze.__file__).resolve(), *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
@@ -2129,7 +2146,8 @@ def test_analyze_bad_input_is_one_line(tmp_path):
     assert_refused(run_analyze("--no-such-flag", tmp_path), "--no-such-flag")
     write_log(tmp_path, 0, 2, 1e-2, 1)
     for plan in ("lrs 0.01 fast\ndepths 2\nseeds 1\n", "lrs 0.01\ndepths 0\nseeds 1\n",
-                 "lrs 0.01\ndepths 2\n", "lrs inf\ndepths 2\nseeds 1\n", "lrs nan\ndepths 2\nseeds 1\n"):
+                 "lrs 0.01\ndepths 2\n", "lrs inf\ndepths 2\nseeds 1\n", "lrs nan\ndepths 2\nseeds 1\n",
+                 "lrs 1e300\ndepths 2\nseeds 1\n", f"lrs 0.01\ndepths {10**400}\nseeds 1\n"):
         (tmp_path / "plan.txt").write_text(plan)
         assert_refused(run_analyze(tmp_path), "plan.txt")
     assert {p.name for p in tmp_path.iterdir()} == {"L2_lr0.01_qk0_s1.csv", "plan.txt"}
@@ -2266,6 +2284,8 @@ def test_analyze_compare(tmp_path):
     assert "L4_lr0.01_qk0_s1338: loss" in done.stdout and "(+0.25 nats)" in done.stdout
     other = write_study(tmp_path / "c", lifelike, [1e-3, 1e-2], *grid[1:])
     assert_refused(run_analyze("--compare", a, other), "different grids: lrs 0.001 0.01 0.1 / 0.001 0.01")
+    assert_refused(run_analyze("--compare", a, b, other), f"{other} is a third")
+    assert_refused(run_analyze("--readme", "--suggest", a), "one at a time")
     reverse = write_study(tmp_path / "d", lambda arm, *rest: lifelike(1 - arm, *rest), *grid)
     done = run_analyze("--compare", a, reverse)
     assert done.returncode == 1 and "do not agree" in done.stdout
