@@ -1208,8 +1208,8 @@ open("started", "a").write("-" + run + "\n")
 print("a story of bytes \0")
 os.rename(log + ".partial", log)
 '''
-GRID = {"STUDY": "tiny", "LRS": "1e-3 .1", "DEPTHS": "1 2", "SEEDS": "7 8"}
-RUNS = [f"L{depth}_lr{lr}_qk{arm}_s{seed}" for seed in (7, 8) for depth in (1, 2) for lr in ("0.001", "0.1")
+GRID = {'STUDY': 'tiny', 'LRS': '1e-3 .1', 'DEPTHS': '1 2', 'SEEDS': '7 8'}
+RUNS = [f'L{depth}_lr{lr}_qk{arm}_s{seed}' for seed in (7, 8) for depth in (1, 2) for lr in ('0.001', '0.1')
         for arm in (0, 1)]
 
 
@@ -1218,17 +1218,17 @@ def project(tmp_path):
     """A copy of the project with the stand-in, in a folder with a name that breaks careless quoting."""
     folder = tmp_path / "it's a \"$HOME\" copy"
     folder.mkdir()
-    for name in ("sweep.sh", "seeds.txt", "requirements.txt"):
+    for name in ('sweep.sh', 'seeds.txt', 'requirements.txt'):
         shutil.copy(ROOT / name, folder)
-    (folder / "qkgpt.py").write_text(TRAINER)
-    (folder / "analyze.py").write_text("import sys\nprint('analyzed', *sys.argv[1:])\n")
+    (folder / 'qkgpt.py').write_text(TRAINER)
+    (folder / 'analyze.py').write_text("import sys\nprint('analyzed', *sys.argv[1:])\n")
     return folder
 
 
 def environment(changes):
-    own = ("JOBS", "STUDY", "LRS", "DEPTHS", "SEEDS", "MAX_ITERS", "DEVICE")
-    inherited = {k: v for k, v in os.environ.items() if k not in own and "SLURM" not in k}
-    return {**inherited, "PYTHON": sys.executable, **changes}
+    own = ('JOBS', 'STUDY', 'LRS', 'DEPTHS', 'SEEDS', 'MAX_ITERS', 'DEVICE')
+    inherited = {k: v for k, v in os.environ.items() if k not in own and 'SLURM' not in k}
+    return {**inherited, 'PYTHON': sys.executable, **changes}
 
 
 def heed_signals():
@@ -1238,7 +1238,7 @@ def heed_signals():
 
 
 def start_sweep(project, *options, **changes):
-    return subprocess.Popen(["bash", "sweep.sh", *options], cwd=project, env=environment(changes), text=True,
+    return subprocess.Popen(['bash', 'sweep.sh', *options], cwd=project, env=environment(changes), text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
                             preexec_fn=heed_signals)
 
@@ -1249,447 +1249,447 @@ def run_sweep(project, *options, **changes):
     return process
 
 
-def complete(project, study="tiny"):
-    return {path.stem: path.read_text() for path in (project / "logs" / study).glob("*.csv")}
+def complete(project, study='tiny'):
+    return {path.stem: path.read_text() for path in (project / 'logs' / study).glob('*.csv')}
 
 
 def calls(project):
-    path = project / "calls"
+    path = project / 'calls'
     return path.read_text().splitlines() if path.exists() else []
 
 
 def refused(process, *words):
     """Bad input: exit status 2, one line, which has the words."""
     assert process.returncode == 2
-    assert process.stderr_text.count("\n") == 1
+    assert process.stderr_text.count('\n') == 1
     assert all(word in process.stderr_text for word in words), process.stderr_text
 
 
 def wait_for(condition, seconds=20):
     end = time.time() + seconds
     while not condition():
-        assert time.time() < end, "waited in vain"
+        assert time.time() < end, 'waited in vain'
         time.sleep(0.02)
 
 
 def test_sweep_list_is_the_grid_in_order_and_does_nothing_else(project):
-    before = sorted(project.rglob("*"))
-    done = run_sweep(project, "--list", **GRID)
+    before = sorted(project.rglob('*'))
+    done = run_sweep(project, '--list', **GRID)
     lines = done.stdout_text.splitlines()
-    assert done.returncode == 0 and sorted(project.rglob("*")) == before
-    flags = [dict(re.findall(r"--(\w+) (\S+)", line)) for line in lines]
-    assert ["L{n_layer}_lr{lr}_qk{qknorm}_s{seed}".format(**f) for f in flags] == RUNS
-    assert {f["out_dir"] for f in flags} == {"logs/tiny"}
-    subprocess.run(["bash", "-c", f"mkdir -p logs/tiny; {lines[3]}"], cwd=project, check=True)
+    assert done.returncode == 0 and sorted(project.rglob('*')) == before
+    flags = [dict(re.findall(r'--(\w+) (\S+)', line)) for line in lines]
+    assert ['L{n_layer}_lr{lr}_qk{qknorm}_s{seed}'.format(**f) for f in flags] == RUNS
+    assert {f['out_dir'] for f in flags} == {'logs/tiny'}
+    subprocess.run(['bash', '-c', f'mkdir -p logs/tiny; {lines[3]}'], cwd=project, check=True)
     assert list(complete(project)) == [RUNS[3]]
 
 
-@pytest.mark.parametrize("study, data, cells, last", [
-    ("quick", "toy", 40, "L4_lr0.3_qk1_s1338"), ("cpu", "tinystories-5m", 234, "L8_lr0.3_qk1_s1339"),
-    ("paper", "tinystories", 234, "L10_lr0.3_qk1_s1339")])
+@pytest.mark.parametrize('study, data, cells, last', [
+    ('quick', 'toy', 40, 'L4_lr0.3_qk1_s1338'), ('cpu', 'tinystories-5m', 234, 'L8_lr0.3_qk1_s1339'),
+    ('paper', 'tinystories', 234, 'L10_lr0.3_qk1_s1339')])
 def test_sweep_studies_have_their_grids(project, study, data, cells, last):
-    lines = run_sweep(project, study, "--list").stdout_text.splitlines()
-    flags = dict(re.findall(r"--(\w+) (\S+)", lines[-1]))
-    assert len(set(lines)) == cells and "L{n_layer}_lr{lr}_qk{qknorm}_s{seed}".format(**flags) == last
-    assert flags["dataset"] == data
-    if study == "paper":
-        assert lines == run_sweep(project, "--list").stdout_text.splitlines()
+    lines = run_sweep(project, study, '--list').stdout_text.splitlines()
+    flags = dict(re.findall(r'--(\w+) (\S+)', lines[-1]))
+    assert len(set(lines)) == cells and 'L{n_layer}_lr{lr}_qk{qknorm}_s{seed}'.format(**flags) == last
+    assert flags['dataset'] == data
+    if study == 'paper':
+        assert lines == run_sweep(project, '--list').stdout_text.splitlines()
 
 
 def test_sweep_trains_the_grid_analyses_it_and_keeps_the_plan(project):
     done = run_sweep(project, DIVERGES=RUNS[1], **GRID)
     assert done.returncode == 0 and not done.stderr_text
     assert set(complete(project)) == set(RUNS)
-    assert re.search(rf"\[16/16, eta 0s\] \S+ ok val 1.250 60 s", done.stdout_text)
-    assert re.search(rf"{RUNS[1]} diverged at step 7 60 s", done.stdout_text)
-    assert "analyzed logs/tiny\n" in done.stdout_text and "logs/tiny/figures" in done.stdout_text
-    plan = dict(line.split(" ", 1) for line in (project / "logs/tiny/plan.txt").read_text().splitlines())
-    assert list(plan) == "study lrs depths seeds arms args device threads code data".split()
-    assert (plan["study"], plan["lrs"], plan["depths"], plan["seeds"], plan["arms"]) == (
-        "tiny", "0.001 0.1", "1 2", "7 8", "0 1")
-    assert plan["device"] == "cpu" and len(plan["code"]) == 64 and plan["data"] == "d1"
-    assert plan["args"].startswith("--dataset tinystories --max_iters 1000")
+    assert re.search(rf'\[16/16, eta 0s\] \S+ ok val 1.250 60 s', done.stdout_text)
+    assert re.search(rf'{RUNS[1]} diverged at step 7 60 s', done.stdout_text)
+    assert 'analyzed logs/tiny\n' in done.stdout_text and 'logs/tiny/figures' in done.stdout_text
+    plan = dict(line.split(' ', 1) for line in (project / 'logs/tiny/plan.txt').read_text().splitlines())
+    assert list(plan) == 'study lrs depths seeds arms args device threads code data'.split()
+    assert (plan['study'], plan['lrs'], plan['depths'], plan['seeds'], plan['arms']) == (
+        'tiny', '0.001 0.1', '1 2', '7 8', '0 1')
+    assert plan['device'] == 'cpu' and len(plan['code']) == 64 and plan['data'] == 'd1'
+    assert plan['args'].startswith('--dataset tinystories --max_iters 1000')
     # seeds outermost: the first eight cells are the first seed's
-    assert [i for i, c in enumerate(calls(project)[1:]) if "--seed 7 " in c] == list(range(8))
+    assert [i for i, c in enumerate(calls(project)[1:]) if '--seed 7 ' in c] == list(range(8))
 
 
 def test_sweep_starts_no_python_for_finished_cells(project):
     run_sweep(project, **GRID)
-    (project / "calls").unlink()
+    (project / 'calls').unlink()
     again = run_sweep(project, **GRID)
-    assert again.returncode == 0 and "16 done, 0 to do" in again.stdout_text
-    assert len(calls(project)) == 1 and "--prepare" in calls(project)[0]
-    (project / "logs/tiny" / (RUNS[5] + ".csv")).unlink()
-    again = run_sweep(project, JOBS="1", **GRID)
-    assert "15 done, 1 to do" in again.stdout_text and "time left: 1m00s" in again.stdout_text
+    assert again.returncode == 0 and '16 done, 0 to do' in again.stdout_text
+    assert len(calls(project)) == 1 and '--prepare' in calls(project)[0]
+    (project / 'logs/tiny' / (RUNS[5] + '.csv')).unlink()
+    again = run_sweep(project, JOBS='1', **GRID)
+    assert '15 done, 1 to do' in again.stdout_text and 'time left: 1m00s' in again.stdout_text
     assert len(calls(project)) == 3 and set(complete(project)) == set(RUNS)
 
 
 def test_sweep_starts_no_python_for_a_cell_that_was_finished_meanwhile(project):
-    grid = {**GRID, "DEPTHS": "1", "SEEDS": "7", "JOBS": "1"}
-    sweep = start_sweep(project, PAUSE="0.5", **grid)
-    wait_for(lambda: list(project.rglob("*.partial")))
-    (project / "logs/tiny" / (RUNS[3] + ".csv")).write_text('# {"wall_s": 1}\n')
+    grid = {**GRID, 'DEPTHS': '1', 'SEEDS': '7', 'JOBS': '1'}
+    sweep = start_sweep(project, PAUSE='0.5', **grid)
+    wait_for(lambda: list(project.rglob('*.partial')))
+    (project / 'logs/tiny' / (RUNS[3] + '.csv')).write_text('# {"wall_s": 1}\n')
     sweep.communicate(timeout=20)
     assert sweep.returncode == 0 and len(calls(project)) == 4  # --prepare and three cells
 
 
 def test_sweep_time_left_is_of_the_same_depth_else_by_the_layer(project):
-    logs = project / "logs/tiny"
+    logs = project / 'logs/tiny'
     logs.mkdir(parents=True)
-    (logs / "L1_lr0.001_qk0_s7.csv").write_text('# {"wall_s": 100.0}\n')
-    (logs / "L2_lr0.001_qk0_s7.csv").write_text('# {"wall_s": 260.0}\n')
-    grid = {**GRID, "DEPTHS": "1 2 4", "FAILS": "", "JOBS": "2"}
+    (logs / 'L1_lr0.001_qk0_s7.csv').write_text('# {"wall_s": 100.0}\n')
+    (logs / 'L2_lr0.001_qk0_s7.csv').write_text('# {"wall_s": 260.0}\n')
+    grid = {**GRID, 'DEPTHS': '1 2 4', 'FAILS': '', 'JOBS': '2'}
     # 7 x 100 and 7 x 260 by depth, 8 cells of 4 layers at (100 + 260) / (1 + 2) s a layer, two at a time
     expected = (7 * 100 + 7 * 260 + 8 * 4 * 120) / 2
-    first = run_sweep(project, PAUSE="0", **grid)
-    assert f"time left: {int(expected // 60)}m{int(expected % 60):02d}s" in first.stdout_text
+    first = run_sweep(project, PAUSE='0', **grid)
+    assert f'time left: {int(expected // 60)}m{int(expected % 60):02d}s' in first.stdout_text
 
 
 def test_sweep_dry_run_measures_and_trains_nothing(project):
-    done = run_sweep(project, "--dry-run", JOBS="4", **GRID)
-    assert done.returncode == 0 and not (project / "logs").exists()
-    assert "16 to do" in done.stdout_text
-    assert "time left: 10m00s" in done.stdout_text  # (8 x 100 s + 8 x 200 s) / 4
-    assert sum("--dry_run 1" in c for c in calls(project)) == 2
+    done = run_sweep(project, '--dry-run', JOBS='4', **GRID)
+    assert done.returncode == 0 and not (project / 'logs').exists()
+    assert '16 to do' in done.stdout_text
+    assert 'time left: 10m00s' in done.stdout_text  # (8 x 100 s + 8 x 200 s) / 4
+    assert sum('--dry_run 1' in c for c in calls(project)) == 2
 
 
 def test_sweep_refuses_another_plan_and_extends_a_grid(project):
     run_sweep(project, **GRID)
     before = complete(project)
-    for changes, shown in (({"MAX_ITERS": "9"}, "-args --dataset tinystories --max_iters 1000"),
-                           ({"LRS": ".1"}, "+lrs 0.1"), ({"DEVICE": "cuda"}, "-device cpu")):
+    for changes, shown in (({'MAX_ITERS': '9'}, '-args --dataset tinystories --max_iters 1000'),
+                           ({'LRS': '.1'}, '+lrs 0.1'), ({'DEVICE': 'cuda'}, '-device cpu')):
         other = run_sweep(project, **{**GRID, **changes})
-        assert other.returncode == 2 and shown in other.stderr_text and "STUDY=name" in other.stderr_text
-    larger = run_sweep(project, **{**GRID, "LRS": "1e-3 1e-2 1e-1", "SEEDS": "8 7"})
+        assert other.returncode == 2 and shown in other.stderr_text and 'STUDY=name' in other.stderr_text
+    larger = run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1', 'SEEDS': '8 7'})
     assert larger.returncode == 0
-    assert "extended" in larger.stdout_text and "16 done, 8 to do" in larger.stdout_text
+    assert 'extended' in larger.stdout_text and '16 done, 8 to do' in larger.stdout_text
     assert len(complete(project)) == 24 and before.items() <= complete(project).items()
-    assert "\nlrs 0.001 0.01 0.1\n" in (project / "logs/tiny/plan.txt").read_text()
-    with open(project / "qkgpt.py", "a") as f:
-        f.write("# another trainer\n")
-    other = run_sweep(project, **{**GRID, "LRS": "1e-3 1e-2 1e-1"})
-    assert other.returncode == 2 and "+code " in other.stderr_text and "-code " in other.stderr_text
-    for lost in (".*", "(code|data|threads) .*", "depths .*"):  # as a full disk or an editor may leave it
-        plan = project / "logs/tiny/plan.txt"
+    assert '\nlrs 0.001 0.01 0.1\n' in (project / 'logs/tiny/plan.txt').read_text()
+    with open(project / 'qkgpt.py', 'a') as f:
+        f.write('# another trainer\n')
+    other = run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1'})
+    assert other.returncode == 2 and '+code ' in other.stderr_text and '-code ' in other.stderr_text
+    for lost in ('.*', '(code|data|threads) .*', 'depths .*'):  # as a full disk or an editor may leave it
+        plan = project / 'logs/tiny/plan.txt'
         whole = plan.read_text()
-        plan.write_text("".join(line for line in whole.splitlines(True) if not re.fullmatch(lost, line.strip())))
-        assert run_sweep(project, **{**GRID, "LRS": "1e-3 1e-2 1e-1"}).returncode == 2
+        plan.write_text(''.join(line for line in whole.splitlines(True) if not re.fullmatch(lost, line.strip())))
+        assert run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1'}).returncode == 2
         plan.write_text(whole)
 
 
 def test_sweep_reports_a_failed_cell_and_goes_on(project):
     failed = run_sweep(project, FAILS=RUNS[2], **GRID)
     assert failed.returncode == 1 and set(complete(project)) == set(RUNS) - {RUNS[2]}
-    assert f"{RUNS[2]} FAILED with exit status 1: {RUNS[2]}: out of memory" in failed.stdout_text
-    assert failed.stderr_text == f"failed: logs/tiny/{RUNS[2]}.err: {RUNS[2]}: out of memory\n"
-    assert (project / f"logs/tiny/{RUNS[2]}.err").read_text().startswith("first line\n")
+    assert f'{RUNS[2]} FAILED with exit status 1: {RUNS[2]}: out of memory' in failed.stdout_text
+    assert failed.stderr_text == f'failed: logs/tiny/{RUNS[2]}.err: {RUNS[2]}: out of memory\n'
+    assert (project / f'logs/tiny/{RUNS[2]}.err').read_text().startswith('first line\n')
     again = run_sweep(project, **GRID)
     assert again.returncode == 0 and set(complete(project)) == set(RUNS)
-    assert not list((project / "logs/tiny").glob("*.err"))
+    assert not list((project / 'logs/tiny').glob('*.err'))
 
 
 def test_sweep_fails_when_the_analysis_fails(project):
-    (project / "analyze.py").write_text("import sys\nsys.exit(1)\n")
+    (project / 'analyze.py').write_text('import sys\nsys.exit(1)\n')
     assert run_sweep(project, **GRID).returncode == 1
 
 
 def test_sweep_runs_n_cells_at_once_and_shares_the_cores(project):
-    done = run_sweep(project, PAUSE="0.3", JOBS="3", SLURM_CPUS_ON_NODE="7", **GRID)
+    done = run_sweep(project, PAUSE='0.3', JOBS='3', SLURM_CPUS_ON_NODE='7', **GRID)
     assert done.returncode == 0
     running, most = 0, 0
-    for line in (project / "started").read_text().splitlines():
-        running += 1 if line[0] == "+" else -1
+    for line in (project / 'started').read_text().splitlines():
+        running += 1 if line[0] == '+' else -1
         most = max(most, running)
     assert most == 3
-    assert {re.search(r"--threads (\d+)", c)[1] for c in calls(project)[1:]} == {"2"}
-    for device, jobs, threads in (("cpu", 7, 1), ("mps", 1, 7)):
-        plan = run_sweep(project, "--dry-run", SLURM_CPUS_ON_NODE="7", MACHINE=device).stdout_text
-        assert f"{jobs} at once with threads: {threads}," in plan
+    assert {re.search(r'--threads (\d+)', c)[1] for c in calls(project)[1:]} == {'2'}
+    for device, jobs, threads in (('cpu', 7, 1), ('mps', 1, 7)):
+        plan = run_sweep(project, '--dry-run', SLURM_CPUS_ON_NODE='7', MACHINE=device).stdout_text
+        assert f'{jobs} at once with threads: {threads},' in plan
 
 
 def test_sweep_keeps_the_threads_of_its_plan(project):
-    assert run_sweep(project, "--cell", "1", SLURM_CPUS_ON_NODE="4", **GRID).returncode == 0
-    assert run_sweep(project, JOBS="4", SLURM_CPUS_ON_NODE="4", **GRID).returncode == 0
-    assert {re.search(r"--threads (\d+)", c)[1] for c in calls(project) if "--lr" in c} == {"4"}
+    assert run_sweep(project, '--cell', '1', SLURM_CPUS_ON_NODE='4', **GRID).returncode == 0
+    assert run_sweep(project, JOBS='4', SLURM_CPUS_ON_NODE='4', **GRID).returncode == 0
+    assert {re.search(r'--threads (\d+)', c)[1] for c in calls(project) if '--lr' in c} == {'4'}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_sweep_interrupted_stops_its_cells(project, signum):
-    sweep = start_sweep(project, PAUSE="30", JOBS="2", **GRID)
-    wait_for(lambda: len(list(project.rglob("*.partial"))) == 2)
+    sweep = start_sweep(project, PAUSE='30', JOBS='2', **GRID)
+    wait_for(lambda: len(list(project.rglob('*.partial'))) == 2)
     sweep.send_signal(signum)
     output, errors = sweep.communicate(timeout=10)  # ends only when no cell holds the pipe any more
-    assert sweep.returncode == 130 and "goes on from here" in errors and not complete(project)
-    assert not list(project.rglob("*.err"))
+    assert sweep.returncode == 130 and 'goes on from here' in errors and not complete(project)
+    assert not list(project.rglob('*.err'))
     done = run_sweep(project, **GRID)
     assert done.returncode == 0 and set(complete(project)) == set(RUNS)
 
 
 def test_sweep_killed_anywhere_goes_on_to_the_same_logs(project, tmp_path):
-    whole = tmp_path / "whole"
+    whole = tmp_path / 'whole'
     shutil.copytree(project, whole)
     assert run_sweep(whole, **GRID).returncode == 0
     for delay in (0.05, 0.3, 0.5, 0.7, 0.9):
-        sweep = start_sweep(project, PAUSE="0.1", JOBS="2", **GRID)
+        sweep = start_sweep(project, PAUSE='0.1', JOBS='2', **GRID)
         time.sleep(delay)
         os.killpg(sweep.pid, signal.SIGKILL)
         sweep.communicate(timeout=10)
     done = run_sweep(project, **GRID)
     assert done.returncode == 0 and complete(project) == complete(whole)
-    assert not list(project.rglob("*.partial"))
+    assert not list(project.rglob('*.partial'))
 
 
 def test_sweep_killed_takes_its_cells_along(project):
-    sweep = start_sweep(project, PAUSE="30", JOBS="2", **GRID)
-    wait_for(lambda: len(list(project.rglob("*.partial"))) == 2)
+    sweep = start_sweep(project, PAUSE='30', JOBS='2', **GRID)
+    wait_for(lambda: len(list(project.rglob('*.partial'))) == 2)
     os.killpg(sweep.pid, signal.SIGKILL)
     sweep.communicate(timeout=10)  # ends only when no cell holds the pipe any more
     assert not complete(project)
 
 
 def test_sweep_twice_at_once_runs_each_cell_once(project):
-    both = [start_sweep(project, PAUSE="0.2", JOBS="2", **GRID) for _ in range(2)]
+    both = [start_sweep(project, PAUSE='0.2', JOBS='2', **GRID) for _ in range(2)]
     for sweep in both:
-        assert sweep.communicate(timeout=120)[1] == "" and sweep.returncode == 0
-    started = [line for line in (project / "started").read_text().splitlines() if line[0] == "+"]
-    assert sorted(started) == sorted("+" + run for run in RUNS)
+        assert sweep.communicate(timeout=120)[1] == '' and sweep.returncode == 0
+    started = [line for line in (project / 'started').read_text().splitlines() if line[0] == '+']
+    assert sorted(started) == sorted('+' + run for run in RUNS)
     assert set(complete(project)) == set(RUNS)
 
 
 def test_sweep_waits_for_a_cell_of_another_sweep(project):
-    partial = project / "logs/tiny" / (RUNS[0] + ".csv.partial")
+    partial = project / 'logs/tiny' / (RUNS[0] + '.csv.partial')
     partial.parent.mkdir(parents=True)
-    with open(partial, "w") as other:  # as if another sweep were running this cell
+    with open(partial, 'w') as other:  # as if another sweep were running this cell
         fcntl.flock(other, fcntl.LOCK_EX)
         sweep = start_sweep(project, **GRID)
-        line = next(line for line in sweep.stdout if line.startswith("waiting"))
+        line = next(line for line in sweep.stdout if line.startswith('waiting'))
     sweep.communicate(timeout=120)
-    assert line == "waiting for cells of another sweep: 1\n"
+    assert line == 'waiting for cells of another sweep: 1\n'
     assert sweep.returncode == 0 and set(complete(project)) == set(RUNS)
 
 
 def test_sweep_runs_one_cell_by_number_or_slurm_task(project, tmp_path):
-    assert run_sweep(project, "--cell", "4", SLURM_CPUS_ON_NODE="5", **GRID).returncode == 0
-    spool = tmp_path / "spool"
+    assert run_sweep(project, '--cell', '4', SLURM_CPUS_ON_NODE='5', **GRID).returncode == 0
+    spool = tmp_path / 'spool'
     spool.mkdir()
-    shutil.copy(project / "sweep.sh", spool / "slurm_script")
-    slurm = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_SUBMIT_DIR": str(project), "SLURM_CPUS_ON_NODE": "5"}
-    done = subprocess.run(["bash", "slurm_script"], cwd=spool, env=environment({**GRID, **slurm}),
+    shutil.copy(project / 'sweep.sh', spool / 'slurm_script')
+    slurm = {'SLURM_ARRAY_TASK_ID': '6', 'SLURM_SUBMIT_DIR': str(project), 'SLURM_CPUS_ON_NODE': '5'}
+    done = subprocess.run(['bash', 'slurm_script'], cwd=spool, env=environment({**GRID, **slurm}),
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(complete(project)) == {RUNS[3], RUNS[5]} and "--threads 5 " in calls(project)[-1]
+    assert set(complete(project)) == {RUNS[3], RUNS[5]} and '--threads 5 ' in calls(project)[-1]
     before = len(calls(project))
-    again = run_sweep(project, "--cell", "6", **GRID)
-    assert again.returncode == 0 and "already complete" in again.stdout_text
+    again = run_sweep(project, '--cell', '6', **GRID)
+    assert again.returncode == 0 and 'already complete' in again.stdout_text
     assert len(calls(project)) == before + 1  # --prepare, no training
-    assert run_sweep(project, "--cell", "5", FAILS=RUNS[4], **GRID).returncode == 1
-    for number in ("0", "17", "x", "-1", "1.5"):
-        refused(run_sweep(project, "--cell", number, **GRID), "cell", "1 to 16")
-    refused(run_sweep(project, "--cell"), "--cell")
+    assert run_sweep(project, '--cell', '5', FAILS=RUNS[4], **GRID).returncode == 1
+    for number in ('0', '17', 'x', '-1', '1.5'):
+        refused(run_sweep(project, '--cell', number, **GRID), 'cell', '1 to 16')
+    refused(run_sweep(project, '--cell'), '--cell')
 
 
 def test_sweep_self_tests_once_where_the_device_is_not_the_cpu(project):
-    broken = run_sweep(project, MACHINE="mps", SELFTEST="causality: FAILED", **GRID)
-    assert broken.returncode == 1 and "causality: FAILED" in broken.stderr_text
-    assert not (project / "logs").exists()
+    broken = run_sweep(project, MACHINE='mps', SELFTEST='causality: FAILED', **GRID)
+    assert broken.returncode == 1 and 'causality: FAILED' in broken.stderr_text
+    assert not (project / 'logs').exists()
     for _ in range(2):
-        assert run_sweep(project, MACHINE="mps", **GRID).returncode == 0
-    tests = [c for c in calls(project) if "--selftest 1" in c]
-    assert len(tests) == 2 and "--n_layer 2 --device mps" in tests[1]
-    assert {re.search(r"--device (\w+)", c)[1] for c in calls(project) if "--lr" in c} == {"mps"}
-    run_sweep(project, **{**GRID, "STUDY": "other"})
-    assert sum("--selftest 1" in c for c in calls(project)) == 2
+        assert run_sweep(project, MACHINE='mps', **GRID).returncode == 0
+    tests = [c for c in calls(project) if '--selftest 1' in c]
+    assert len(tests) == 2 and '--n_layer 2 --device mps' in tests[1]
+    assert {re.search(r'--device (\w+)', c)[1] for c in calls(project) if '--lr' in c} == {'mps'}
+    run_sweep(project, **{**GRID, 'STUDY': 'other'})
+    assert sum('--selftest 1' in c for c in calls(project)) == 2
 
 
-@pytest.mark.parametrize("text, seeds", [
-    ("# fixed\n\n5\n6 # two\n 7\n", "5 6 7"), ("5\r\n6\r\n7\r\n8\r\n", "5 6 7"), ("# old\r5\r6", "5 6"),
-    ("0", "0")])
+@pytest.mark.parametrize('text, seeds', [
+    ('# fixed\n\n5\n6 # two\n 7\n', '5 6 7'), ('5\r\n6\r\n7\r\n8\r\n', '5 6 7'), ('# old\r5\r6', '5 6'),
+    ('0', '0')])
 def test_sweep_reads_seeds(project, text, seeds):
-    (project / "seeds.txt").write_bytes(text.encode())
-    lines = run_sweep(project, "cpu", "--list").stdout_text.splitlines()
-    found = list(dict.fromkeys(re.search(r"--seed (\d+)", line)[1] for line in lines))
+    (project / 'seeds.txt').write_bytes(text.encode())
+    lines = run_sweep(project, 'cpu', '--list').stdout_text.splitlines()
+    found = list(dict.fromkeys(re.search(r'--seed (\d+)', line)[1] for line in lines))
     assert found == seeds.split()
 
 
-@pytest.mark.parametrize("text, words", [
-    ("1\r\nx7\r\n", ("seeds.txt", "line 2", "x7")), ("1\n\n# c\n2 3\n", ("seeds.txt", "line 4", "2 3")),
-    ("1\n-2\n", ("seeds.txt", "line 2", "-2")), ("*\n", ("seeds.txt", "line 1", "*")),
-    ("# none\n", ("seeds.txt", "no seed")), ("1\n1\n", ("SEEDS", "1", "twice")), ("01\n", ("SEEDS", "01"))])
+@pytest.mark.parametrize('text, words', [
+    ('1\r\nx7\r\n', ('seeds.txt', 'line 2', 'x7')), ('1\n\n# c\n2 3\n', ('seeds.txt', 'line 4', '2 3')),
+    ('1\n-2\n', ('seeds.txt', 'line 2', '-2')), ('*\n', ('seeds.txt', 'line 1', '*')),
+    ('# none\n', ('seeds.txt', 'no seed')), ('1\n1\n', ('SEEDS', '1', 'twice')), ('01\n', ('SEEDS', '01'))])
 def test_sweep_refuses_bad_seeds(project, text, words):
-    (project / "seeds.txt").write_bytes(text.encode())
-    refused(run_sweep(project, "quick"), *words)
-    assert not (project / "logs").exists() and not calls(project)
+    (project / 'seeds.txt').write_bytes(text.encode())
+    refused(run_sweep(project, 'quick'), *words)
+    assert not (project / 'logs').exists() and not calls(project)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"LRS": "1e-3"}, ("LRS", "STUDY=name")),
-    ({"DEVICE": "cpu", "SEEDS": "1"}, ("SEEDS DEVICE", "STUDY=name")),
-    ({"STUDY": "a/b"}, ("STUDY", "a/b")), ({"STUDY": "s", "LRS": ""}, ("LRS", "empty")),
-    ({"STUDY": "s", "LRS": "1e-3 0,01"}, ("LRS", "0,01")), ({"STUDY": "s", "LRS": "0.0"}, ("LRS", "0")),
-    ({"STUDY": "s", "LRS": "-1"}, ("LRS", "-1")),
-    ({"STUDY": "s", "LRS": "1e-3 0.001"}, ("LRS", "0.001", "twice")),
-    ({"STUDY": "s", "LRS": "*"}, ("LRS", "*")), ({"STUDY": "s", "DEPTHS": "2 0"}, ("DEPTHS", "0")),
-    ({"STUDY": "s", "DEPTHS": " "}, ("DEPTHS", "empty")), ({"STUDY": "s", "SEEDS": "a"}, ("SEEDS", "a")),
-    ({"STUDY": "s", "MAX_ITERS": "1 2"}, ("MAX_ITERS", "1 2")), ({"JOBS": "0"}, ("JOBS", "0")),
-    ({"SLURM_CPUS_ON_NODE": "4(x2)"}, ("SLURM_CPUS_ON_NODE", "4(x2)")),
-    ({"PYTHON": "/nowhere/python"}, ("PYTHON", "/nowhere/python")), ({"PYTHON": "true"}, ("PYTHON", "true"))])
+@pytest.mark.parametrize('changes, words', [
+    ({'LRS': '1e-3'}, ('LRS', 'STUDY=name')),
+    ({'DEVICE': 'cpu', 'SEEDS': '1'}, ('SEEDS DEVICE', 'STUDY=name')),
+    ({'STUDY': 'a/b'}, ('STUDY', 'a/b')), ({'STUDY': 's', 'LRS': ''}, ('LRS', 'empty')),
+    ({'STUDY': 's', 'LRS': '1e-3 0,01'}, ('LRS', '0,01')), ({'STUDY': 's', 'LRS': '0.0'}, ('LRS', '0')),
+    ({'STUDY': 's', 'LRS': '-1'}, ('LRS', '-1')),
+    ({'STUDY': 's', 'LRS': '1e-3 0.001'}, ('LRS', '0.001', 'twice')),
+    ({'STUDY': 's', 'LRS': '*'}, ('LRS', '*')), ({'STUDY': 's', 'DEPTHS': '2 0'}, ('DEPTHS', '0')),
+    ({'STUDY': 's', 'DEPTHS': ' '}, ('DEPTHS', 'empty')), ({'STUDY': 's', 'SEEDS': 'a'}, ('SEEDS', 'a')),
+    ({'STUDY': 's', 'MAX_ITERS': '1 2'}, ('MAX_ITERS', '1 2')), ({'JOBS': '0'}, ('JOBS', '0')),
+    ({'SLURM_CPUS_ON_NODE': '4(x2)'}, ('SLURM_CPUS_ON_NODE', '4(x2)')),
+    ({'PYTHON': '/nowhere/python'}, ('PYTHON', '/nowhere/python')), ({'PYTHON': 'true'}, ('PYTHON', 'true'))])
 def test_sweep_refuses_bad_environment(project, changes, words):
-    refused(run_sweep(project, "quick", **changes), *words)
-    assert not (project / "logs").exists() and not calls(project)
+    refused(run_sweep(project, 'quick', **changes), *words)
+    assert not (project / 'logs').exists() and not calls(project)
 
 
 def test_sweep_refuses_folders_where_it_needs_files(project):
-    (project / "seeds.txt").unlink()
-    (project / "seeds.txt").mkdir()
-    refused(run_sweep(project, "quick"), "seeds.txt")
-    (project / "logs").mkdir()
-    (project / "logs/tiny").write_text("")
-    refused(run_sweep(project, **GRID), "logs/tiny", "folder")
+    (project / 'seeds.txt').unlink()
+    (project / 'seeds.txt').mkdir()
+    refused(run_sweep(project, 'quick'), 'seeds.txt')
+    (project / 'logs').mkdir()
+    (project / 'logs/tiny').write_text('')
+    refused(run_sweep(project, **GRID), 'logs/tiny', 'folder')
 
 
 def test_sweep_refuses_bad_arguments(project):
-    refused(run_sweep(project, "qick"), "qick", "quick, cpu or paper")
-    refused(run_sweep(project, "quick", "cpu"), "quick", "cpu")
-    shown = run_sweep(project, "--help")
-    assert shown.returncode == 0 and "JOBS=n" in shown.stdout_text and not calls(project)
+    refused(run_sweep(project, 'qick'), 'qick', 'quick, cpu or paper')
+    refused(run_sweep(project, 'quick', 'cpu'), 'quick', 'cpu')
+    shown = run_sweep(project, '--help')
+    assert shown.returncode == 0 and 'JOBS=n' in shown.stdout_text and not calls(project)
 
 
 def fake_command(folder, name, text):
     folder.mkdir(exist_ok=True)
-    (folder / name).write_text("#!/bin/sh\n" + text)
+    (folder / name).write_text('#!/bin/sh\n' + text)
     (folder / name).chmod(0o755)
 
 
 def test_sweep_passes_over_an_old_python_and_makes_the_venv_once(project, tmp_path):
-    tools = tmp_path / "tools"
-    fake_command(tools, "python3", f"""
+    tools = tmp_path / 'tools'
+    fake_command(tools, 'python3', f"""
         exec '{sys.executable}' -c "import sys; sys.version_info = (3, 9, 6)  # macOS's own
 $2"
         """)
-    (tmp_path / "venv_python").write_text(f"""#!/bin/sh
+    (tmp_path / 'venv_python').write_text(f"""#!/bin/sh
         if [ "$1 $2" = "-m pip" ]; then touch installed; exit; fi
         case $2 in *metadata*) if [ -e installed ]; then echo ready; else echo bare; fi; exit ;; esac
         exec '{sys.executable}' "$@"
         """)
-    fake_command(tools, "python3.13", f"""
+    fake_command(tools, 'python3.13', f"""
         if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin"; cp '{tmp_path}/venv_python' "$3/bin/python"
             chmod +x "$3/bin/python"; exit; fi
         case $2 in *metadata*) echo bare ;; *) exec '{sys.executable}' "$@" ;; esac
         """)
-    for name in ("awk", "bash", "cat", "chmod", "cp", "cut", "diff", "dirname", "grep", "mkdir", "mv", "rm",
-                 "sed", "sleep", "tail", "touch", "tr", "wc", "xargs"):
+    for name in ('awk', 'bash', 'cat', 'chmod', 'cp', 'cut', 'diff', 'dirname', 'grep', 'mkdir', 'mv', 'rm',
+                 'sed', 'sleep', 'tail', 'touch', 'tr', 'wc', 'xargs'):
         (tools / name).symlink_to(shutil.which(name))
-    changes = {**GRID, "PYTHON": "", "PATH": str(tools)}
-    listed = run_sweep(project, "--list", **changes)
-    assert listed.stdout_text.startswith(".venv/bin/python qkgpt.py ") and not (project / ".venv").exists()
+    changes = {**GRID, 'PYTHON': '', 'PATH': str(tools)}
+    listed = run_sweep(project, '--list', **changes)
+    assert listed.stdout_text.startswith('.venv/bin/python qkgpt.py ') and not (project / '.venv').exists()
     done = run_sweep(project, **changes)
     assert done.returncode == 0, done.stderr_text
-    assert "installing requirements.txt into .venv with python3.13" in done.stdout_text
+    assert 'installing requirements.txt into .venv with python3.13' in done.stdout_text
     assert set(complete(project)) == set(RUNS)
-    assert "installing" not in run_sweep(project, **changes).stdout_text
-    (tools / "python3.13").unlink()
-    shutil.rmtree(project / ".venv")
-    refused(run_sweep(project, **changes), "Python 3.11", "PYTHON")
+    assert 'installing' not in run_sweep(project, **changes).stdout_text
+    (tools / 'python3.13').unlink()
+    shutil.rmtree(project / '.venv')
+    refused(run_sweep(project, **changes), 'Python 3.11', 'PYTHON')
 
 
 def test_sweep_keeps_a_mac_awake(project, tmp_path):
-    fake_command(tmp_path / "tools", "caffeinate", f'echo "$@" > "{tmp_path}/caffeinated"\n')
+    fake_command(tmp_path / 'tools', 'caffeinate', f'echo "$@" > "{tmp_path}/caffeinated"\n')
     done = run_sweep(project, PATH=f"{tmp_path}/tools:{os.environ['PATH']}", **GRID)
     assert done.returncode == 0
-    assert re.fullmatch(r"-ims -w \d+\n", (tmp_path / "caffeinated").read_text())
+    assert re.fullmatch(r'-ims -w \d+\n', (tmp_path / 'caffeinated').read_text())
 
 
-@pytest.mark.skipif(not shutil.which("busybox"), reason="no busybox")
+@pytest.mark.skipif(not shutil.which('busybox'), reason='no busybox')
 def test_sweep_with_small_tools_and_a_comma_locale(project, tmp_path):
-    tools = tmp_path / "tools"
+    tools = tmp_path / 'tools'
     tools.mkdir()
-    applets = subprocess.run(["busybox", "--list"], capture_output=True, text=True, check=True).stdout.split()
-    for name in set(applets) - {"bash", "python3"}:
-        (tools / name).symlink_to(shutil.which("busybox"))
-    (tools / "bash").symlink_to(shutil.which("bash"))
-    done = run_sweep(project, PATH=str(tools), LC_ALL="de_DE.UTF-8", LC_NUMERIC="de_DE.UTF-8", **GRID)
+    applets = subprocess.run(['busybox', '--list'], capture_output=True, text=True, check=True).stdout.split()
+    for name in set(applets) - {'bash', 'python3'}:
+        (tools / name).symlink_to(shutil.which('busybox'))
+    (tools / 'bash').symlink_to(shutil.which('bash'))
+    done = run_sweep(project, PATH=str(tools), LC_ALL='de_DE.UTF-8', LC_NUMERIC='de_DE.UTF-8', **GRID)
     assert done.returncode == 0 and not done.stderr_text, done.stderr_text
-    assert set(complete(project)) == set(RUNS) and "ok val 1.250" in done.stdout_text
-    other = run_sweep(project, PATH=str(tools), LC_ALL="de_DE.UTF-8", **{**GRID, "LRS": ".1"})
-    assert other.returncode == 2 and "-lrs 0.001 0.1" in other.stderr_text and "+lrs 0.1" in other.stderr_text
+    assert set(complete(project)) == set(RUNS) and 'ok val 1.250' in done.stdout_text
+    other = run_sweep(project, PATH=str(tools), LC_ALL='de_DE.UTF-8', **{**GRID, 'LRS': '.1'})
+    assert other.returncode == 2 and '-lrs 0.001 0.1' in other.stderr_text and '+lrs 0.1' in other.stderr_text
 
 
 def test_sweep_uses_nothing_that_macos_lacks():
-    code = re.sub(r"(^|\s)#.*", "", (ROOT / "sweep.sh").read_text())
-    lacking = (r"\bmapfile\b|\breadarray\b|\bcoproc\b|declare -A|wait -n|\|&|&>>|EPOCH|\$\{\w+(,,|\^\^|@)"
-               r"|\btimeout\b|\bflock \b|sed -i|readlink -f|date -d|\bseq\b|sort -V|grep -P|\bnproc\b"
-               r"|sha256sum|\bsetsid\b|xargs -[dr]")
+    code = re.sub(r'(^|\s)#.*', '', (ROOT / 'sweep.sh').read_text())
+    lacking = (r'\bmapfile\b|\breadarray\b|\bcoproc\b|declare -A|wait -n|\|&|&>>|EPOCH|\$\{\w+(,,|\^\^|@)'
+               r'|\btimeout\b|\bflock \b|sed -i|readlink -f|date -d|\bseq\b|sort -V|grep -P|\bnproc\b'
+               r'|sha256sum|\bsetsid\b|xargs -[dr]')
     assert not re.search(lacking, code), re.search(lacking, code)
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck")
+@pytest.mark.skipif(not shutil.which('shellcheck'), reason='no shellcheck')
 def test_sweep_is_shellcheck_clean():
-    checked = subprocess.run(["shellcheck", ROOT / "sweep.sh"], capture_output=True, text=True)
+    checked = subprocess.run(['shellcheck', ROOT / 'sweep.sh'], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
 
 
 def test_sweep_with_the_real_trainer_and_analysis(project):
-    for name in ("qkgpt.py", "analyze.py"):
+    for name in ('qkgpt.py', 'analyze.py'):
         shutil.copy(ROOT / name, project)
-    (project / "data").mkdir()
-    shutil.copy(ROOT / "data/toy_stories.txt", project / "data")
-    grid = {"STUDY": "real", "LRS": "1e-3 3e-1", "DEPTHS": "1", "SEEDS": "3", "MAX_ITERS": "4",
-            "DEVICE": "cpu"}
-    done = run_sweep(project, "quick", **grid)
+    (project / 'data').mkdir()
+    shutil.copy(ROOT / 'data/toy_stories.txt', project / 'data')
+    grid = {'STUDY': 'real', 'LRS': '1e-3 3e-1', 'DEPTHS': '1', 'SEEDS': '3', 'MAX_ITERS': '4',
+            'DEVICE': 'cpu'}
+    done = run_sweep(project, 'quick', **grid)
     assert done.returncode == 0, done.stdout_text + done.stderr_text
-    for run, text in complete(project, "real").items():
-        assert json.loads(text.splitlines()[0][2:])["run"] == run
-        assert json.loads(text.splitlines()[-1][2:])["status"] == "ok"
-    assert len(complete(project, "real")) == 4
-    assert {p.suffix for p in (project / "logs/real/figures").iterdir()} == {".pdf", ".png", ".csv"}
-    again = run_sweep(project, "quick", **grid)
-    assert again.returncode == 0 and "4 done, 0 to do" in again.stdout_text
+    for run, text in complete(project, 'real').items():
+        assert json.loads(text.splitlines()[0][2:])['run'] == run
+        assert json.loads(text.splitlines()[-1][2:])['status'] == 'ok'
+    assert len(complete(project, 'real')) == 4
+    assert {p.suffix for p in (project / 'logs/real/figures').iterdir()} == {'.pdf', '.png', '.csv'}
+    again = run_sweep(project, 'quick', **grid)
+    assert again.returncode == 0 and '4 done, 0 to do' in again.stdout_text
 
 
 # -----------------------------------------------------------------------------
 # the analysis
 
 LRS = [3e-4, 5.5e-4, 1e-3, 1.7e-3, 3e-3, 5.5e-3, 1e-2, 1.7e-2, 3e-2, 5.5e-2, 1e-1, 1.7e-1, 3e-1]
-COLUMNS = ("step,tokens,lr,train_loss,grad_norm,val_loss,val_ppl,val_bpb,attn_entropy,attn_entropy_norm,"
-           "attn_entropy_min,max_logit,max_logit_0,kurtosis,kurtosis_last,sink,log_z,seconds").split(",")
+COLUMNS = ('step,tokens,lr,train_loss,grad_norm,val_loss,val_ppl,val_bpb,attn_entropy,attn_entropy_norm,'
+           'attn_entropy_min,max_logit,max_logit_0,kurtosis,kurtosis_last,sink,log_z,seconds').split(',')
 
 
 def write_log(folder, arm, depth, lr, seed, loss=3.0, l0=7.6, diverged_at=None, curve=None, max_logit=10.0,
-              entropy=3.0, kurtosis=4.0, code="c0de", sha="da7a", **settings):
+              entropy=3.0, kurtosis=4.0, code='c0de', sha='da7a', **settings):
     """A log of the form qkgpt.py writes; `curve` gives the validation loss at step / max_iters."""
-    config = {"qknorm": bool(arm), "n_layer": depth, "n_head": 4, "n_embd": 128, "block_size": 128, "lr": lr,
-              "min_lr": 1e-5, "max_iters": 500, "dataset": "tinystories-5m", "seed": seed, "device": "cpu",
-              "dtype": "float32", **settings}
-    evals = settings.get("eval_interval", 50)
+    config = {'qknorm': bool(arm), 'n_layer': depth, 'n_head': 4, 'n_embd': 128, 'block_size': 128, 'lr': lr,
+              'min_lr': 1e-5, 'max_iters': 500, 'dataset': 'tinystories-5m', 'seed': seed, 'device': 'cpu',
+              'dtype': 'float32', **settings}
+    evals = settings.get('eval_interval', 50)
     config.update(eval_interval=evals, log_interval=10)
-    name = f"L{depth}_lr{lr:g}_qk{arm}_s{seed}"
-    header = {"run": name, "config": config, "code": code,
-              "data": {"dataset": "tinystories-5m", "sha256": sha},
-              "git": "abc1234", "versions": {"python": "3.11.2", "torch": "2.13.0"}, "processor": "AMD EPYC",
-              "threads": 1, "dtype": "float32", "start": "2026-01-01T00:00:00Z"}
+    name = f'L{depth}_lr{lr:g}_qk{arm}_s{seed}'
+    header = {'run': name, 'config': config, 'code': code,
+              'data': {'dataset': 'tinystories-5m', 'sha256': sha},
+              'git': 'abc1234', 'versions': {'python': '3.11.2', 'torch': '2.13.0'}, 'processor': 'AMD EPYC',
+              'threads': 1, 'dtype': 'float32', 'start': '2026-01-01T00:00:00Z'}
     curve = curve or (lambda x: loss + (l0 - loss) * math.exp(-9 * x) * (1 - x))
-    lines = ["# " + json.dumps(header), ",".join(COLUMNS)]
-    last = diverged_at or config["max_iters"]
+    lines = ['# ' + json.dumps(header), ','.join(COLUMNS)]
+    last = diverged_at or config['max_iters']
     for step in range(0, last + 1, 10):
-        row = dict.fromkeys(COLUMNS, "")
-        x = step / config["max_iters"]
-        row.update(step=step, tokens=step * 2048, lr=f"{lr * (1 - x):.9g}", seconds=f"{random.random():.9g}")
+        row = dict.fromkeys(COLUMNS, '')
+        x = step / config['max_iters']
+        row.update(step=step, tokens=step * 2048, lr=f'{lr * (1 - x):.9g}', seconds=f'{random.random():.9g}')
         if step:
-            row.update(train_loss="nan" if diverged_at == step else f"{curve(x):.9g}", grad_norm="1")
+            row.update(train_loss='nan' if diverged_at == step else f'{curve(x):.9g}', grad_norm='1')
         if step % evals == 0 and step != diverged_at:
             value = curve(x) if step else l0
-            row.update(val_loss=f"{value:.9g}", val_ppl=f"{math.exp(value):.9g}", val_bpb=f"{value / 2:.9g}",
-                       attn_entropy=f"{3.9 + (entropy - 3.9) * x:.9g}", attn_entropy_norm="0.8",
-                       attn_entropy_min="0.5", max_logit=f"{max_logit ** x:.9g}", max_logit_0="1",
-                       kurtosis=f"{3 * (kurtosis / 3) ** x:.9g}", kurtosis_last="3", sink="0.1", log_z="7.6")
-        lines.append(",".join(str(row[c]) for c in COLUMNS))
-    final = None if diverged_at else float(f"{curve(1.0):.9g}")
-    footer = {"status": "diverged" if diverged_at else "ok", "step": last, "diverged_step": diverged_at,
-              "initial_val_loss": l0, "final_val_loss": final, "best_val_loss": final,
-              "wall_s": random.random()}
-    path = Path(folder) / (name + ".csv")
-    path.write_text("\n".join(lines) + "\n# " + json.dumps(footer) + "\n")
+            row.update(val_loss=f'{value:.9g}', val_ppl=f'{math.exp(value):.9g}', val_bpb=f'{value / 2:.9g}',
+                       attn_entropy=f'{3.9 + (entropy - 3.9) * x:.9g}', attn_entropy_norm='0.8',
+                       attn_entropy_min='0.5', max_logit=f'{max_logit ** x:.9g}', max_logit_0='1',
+                       kurtosis=f'{3 * (kurtosis / 3) ** x:.9g}', kurtosis_last='3', sink='0.1', log_z='7.6')
+        lines.append(','.join(str(row[c]) for c in COLUMNS))
+    final = None if diverged_at else float(f'{curve(1.0):.9g}')
+    footer = {'status': 'diverged' if diverged_at else 'ok', 'step': last, 'diverged_step': diverged_at,
+              'initial_val_loss': l0, 'final_val_loss': final, 'best_val_loss': final,
+              'wall_s': random.random()}
+    path = Path(folder) / (name + '.csv')
+    path.write_text('\n'.join(lines) + '\n# ' + json.dumps(footer) + '\n')
     return path
 
 
@@ -1703,9 +1703,9 @@ def write_study(folder, cell, lrs=LRS, depths=(2, 4, 8), seeds=(1337, 1338, 1339
                     made = cell(arm, depth, lr, seed)
                     if made is not None:
                         write_log(folder, arm, depth, lr, seed, **made, **settings)
-    lists = {"lrs": lrs, "depths": depths, "seeds": seeds}
-    text = "\n".join(f"{k} " + " ".join(f"{v:g}" for v in values) for k, values in lists.items())
-    (folder / "plan.txt").write_text(f"# plan\nstudy {folder.name}\n{text}\narms 0 1\ncode c0de\ndata da7a\n")
+    lists = {'lrs': lrs, 'depths': depths, 'seeds': seeds}
+    text = '\n'.join(f'{k} ' + ' '.join(f'{v:g}' for v in values) for k, values in lists.items())
+    (folder / 'plan.txt').write_text(f'# plan\nstudy {folder.name}\n{text}\narms 0 1\ncode c0de\ndata da7a\n')
     return folder
 
 
@@ -1719,8 +1719,8 @@ def lifelike(arm, depth, lr, seed, noise=0.03):
     max_logit = (4.5 if arm else 14 * 10 ** (1.9 * max(0, x + 2.6))) * math.exp(0.1 * draw())
     entropy = (2.8 if arm else max(0.04, 3.2 - 2.2 * max(0, x + 2.7))) + 0.05 * draw()
     kurtosis = 3.2 * 10 ** ((0.3 if arm else 0.55) * max(0, x + 2)) * math.exp(0.1 * draw())
-    return {"loss": loss, "l0": 7.63 + 0.004 * arm + 0.002 * (seed - 1338), "max_logit": max_logit,
-            "entropy": entropy, "kurtosis": kurtosis}
+    return {'loss': loss, 'l0': 7.63 + 0.004 * arm + 0.002 * (seed - 1338), 'max_logit': max_logit,
+            'entropy': entropy, 'kurtosis': kurtosis}
 
 
 def run_analyze(*args):
@@ -1736,26 +1736,26 @@ def run_analyze(*args):
 
 def start_analyze(*args, cwd=None):
     """analyze.py as a user starts it, with settings of display, date and hash seed that must not matter."""
-    env = {**os.environ, "MPLBACKEND": "no-such-backend", "SOURCE_DATE_EPOCH": "no-such-date",
-           "PYTHONHASHSEED": str(random.randrange(1000))}
+    env = {**os.environ, 'MPLBACKEND': 'no-such-backend', 'SOURCE_DATE_EPOCH': 'no-such-date',
+           'PYTHONHASHSEED': str(random.randrange(1000))}
     command = [sys.executable, Path(analyze.__file__).resolve(), *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def assert_refused(done, *words):
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done
+    assert done.returncode == 2 and done.stderr.count('\n') == 1 and 'Traceback' not in done.stderr, done
     for word in words:
         assert word in done.stderr
 
 
 def results(folder):
-    return json.loads((folder / "results.json").read_text())
+    return json.loads((folder / 'results.json').read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope='module')
 def study_folder(tmp_path_factory):
     """A complete lifelike study, analysed once; tests must not change it."""
-    folder = write_study(tmp_path_factory.mktemp("logs") / "cpu", lifelike)
+    folder = write_study(tmp_path_factory.mktemp('logs') / 'cpu', lifelike)
     done = start_analyze(folder)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return folder, done.stdout
@@ -1781,13 +1781,13 @@ def test_analyze_t_quantile_is_the_inverse_of_the_density_integral():
 
 def test_analyze_summary_by_hand():
     s = analyze.summary([1.0, 2.0, 3.0])
-    assert s["mean"] == 2 and s["n"] == 3
-    assert abs(s["hi"] - (2 + 4.302653 / math.sqrt(3))) < 1e-6 and abs(s["lo"] + s["hi"] - 4) < 1e-12
-    assert analyze.summary([1.0, None, 3.0]) == {**analyze.summary([1.0, 3.0]), "of": 3}
-    assert analyze.summary([1.0])["lo"] is None and analyze.summary([1.0])["mean"] == 1
+    assert s['mean'] == 2 and s['n'] == 3
+    assert abs(s['hi'] - (2 + 4.302653 / math.sqrt(3))) < 1e-6 and abs(s['lo'] + s['hi'] - 4) < 1e-12
+    assert analyze.summary([1.0, None, 3.0]) == {**analyze.summary([1.0, 3.0]), 'of': 3}
+    assert analyze.summary([1.0])['lo'] is None and analyze.summary([1.0])['mean'] == 1
     never = analyze.summary([1.0, math.inf, 3.0])
-    assert never["mean"] is None and never["open"] == 1 and never["n"] == 3
-    assert analyze.summary([None, None])["mean"] is None
+    assert never['mean'] is None and never['open'] == 1 and never['n'] == 3
+    assert analyze.summary([None, None])['mean'] is None
 
 
 # ---- the measures, on tables worked by hand
@@ -1798,27 +1798,27 @@ def test_analyze_lr_sensitivity_by_hand(tmp_path):
              3e-1: dict(diverged_at=70)}
     def cell(arm, depth, lr, seed):
         return dict(cells[lr], l0=5.0)
-    study = analyze.analyze(write_study(tmp_path / "s", cell, list(cells), (2,), (1, 2)))
-    assert study.arms["sensitivity"][2][0] == pytest.approx([1.1, 1.1])
-    assert math.isnan(study.arms["sensitivity_7"][2][0][0])  # this grid has not Wortsman's seven
-    assert study.arms["best_loss"][2][0] == [3.0, 3.0] and study.arms["best_lr"][2][1] == [1e-2, 1e-2]
-    assert study.arms["perplexity"][2][0] == pytest.approx([math.exp(3)] * 2)
-    assert study.arms["bpb"][2][0] == pytest.approx([1.5, 1.5])  # the logs say half a bit per byte a nat
-    assert study.values[0, 2, 3e-1, 1]["perplexity"] == pytest.approx(math.exp(5))
-    assert study.arms["max_stable_0.5"][2][0] == [1e-1, 1e-1]
-    assert study.arms["max_stable_0.25"][2][0] == [1e-2, 1e-2]
+    study = analyze.analyze(write_study(tmp_path / 's', cell, list(cells), (2,), (1, 2)))
+    assert study.arms['sensitivity'][2][0] == pytest.approx([1.1, 1.1])
+    assert math.isnan(study.arms['sensitivity_7'][2][0][0])  # this grid has not Wortsman's seven
+    assert study.arms['best_loss'][2][0] == [3.0, 3.0] and study.arms['best_lr'][2][1] == [1e-2, 1e-2]
+    assert study.arms['perplexity'][2][0] == pytest.approx([math.exp(3)] * 2)
+    assert study.arms['bpb'][2][0] == pytest.approx([1.5, 1.5])  # the logs say half a bit per byte a nat
+    assert study.values[0, 2, 3e-1, 1]['perplexity'] == pytest.approx(math.exp(5))
+    assert study.arms['max_stable_0.5'][2][0] == [1e-1, 1e-1]
+    assert study.arms['max_stable_0.25'][2][0] == [1e-2, 1e-2]
 
 
 def test_analyze_wortsmans_seven(tmp_path):
     def cell(arm, depth, lr, seed):  # the six points between them are better, and must not count
-        return {"loss": 3.0 + LRS.index(lr) / 10 if LRS.index(lr) % 2 == 0 else 2.0}
-    study = analyze.analyze(write_study(tmp_path / "s", cell, depths=(2,), seeds=(1,)))
-    assert study.arms["sensitivity_7"][2][0] == pytest.approx([np.mean([0, .2, .4, .6, .8, 1.0, 1.2])])
+        return {'loss': 3.0 + LRS.index(lr) / 10 if LRS.index(lr) % 2 == 0 else 2.0}
+    study = analyze.analyze(write_study(tmp_path / 's', cell, depths=(2,), seeds=(1,)))
+    assert study.arms['sensitivity_7'][2][0] == pytest.approx([np.mean([0, .2, .4, .6, .8, 1.0, 1.2])])
     excess = [1, 0, 1.2, 0, 1.4, 0, 1.6, 0, 1.8, 0, 2, 0, 2.2]
-    assert study.arms["sensitivity"][2][0] == pytest.approx([np.mean(excess)])
+    assert study.arms['sensitivity'][2][0] == pytest.approx([np.mean(excess)])
 
 
-@pytest.mark.parametrize("loss, diverged, delta, top", [
+@pytest.mark.parametrize('loss, diverged, delta, top', [
     ([3.2, 3.0, 3.4, 4.0], [0, 0, 0, 0], 0.5, 2),
     ([3.2, 3.0, 3.5, 4.0], [0, 0, 0, 0], 0.5, 2),      # exactly l* + delta is stable
     ([3.2, 3.0, 3.4, 3.5], [0, 0, 0, 0], 0.5, 3),      # censored: the grid's edge
@@ -1832,7 +1832,7 @@ def test_analyze_max_stable_by_hand(loss, diverged, delta, top):
     assert analyze.max_stable(loss, diverged, delta) == top
 
 
-@pytest.mark.parametrize("gap, last, first", [
+@pytest.mark.parametrize('gap, last, first', [
     ([0.0, 0.0, 0.2, 1.0], 10 ** -1.5, 10 ** -1.5),              # half way from 0.01 to 0.1, in log LR
     ([0.0, 0.3, 0.0, 0.2], 10 ** -0.5, 10 ** (-3 + 1 / 3)),      # two rises: they differ
     ([0.0, 0.3, 0.3, 0.0], math.inf, 10 ** (-3 + 1 / 3)),        # helps in the middle only
@@ -1856,55 +1856,55 @@ def test_analyze_steps_are_to_the_off_arms_best_plus_a_tenth(tmp_path):
     def cell(arm, depth, lr, seed):  # linear from 7 down to 3 (off), to 2 (on, seed 1) or to 4 (on, seed 2)
         end = 3.0 if arm == 0 else 2.0 * seed
         return dict(curve=lambda x: 7.0 - (7.0 - end) * x, l0=7.0)
-    study = analyze.analyze(write_study(tmp_path / "s", cell, [1e-2], (2,), (1, 2)))
-    assert study.arms["steps"][2][0] == pytest.approx([487.5, 487.5])  # 3.1 is 3.9 / 4 of the way
-    assert study.arms["steps"][2][1] == [pytest.approx(390), math.inf]
-    text = "| steps to threshold at the best LR | 2 | 488 | not reached in 1 of 2 | not available | 2/2 |"
+    study = analyze.analyze(write_study(tmp_path / 's', cell, [1e-2], (2,), (1, 2)))
+    assert study.arms['steps'][2][0] == pytest.approx([487.5, 487.5])  # 3.1 is 3.9 / 4 of the way
+    assert study.arms['steps'][2][1] == [pytest.approx(390), math.inf]
+    text = '| steps to threshold at the best LR | 2 | 488 | not reached in 1 of 2 | not available | 2/2 |'
     assert text in analyze.section(study)
 
 
 def test_analyze_gaps_at_low_and_high_lr_by_hand():
     losses = ([4.0, 3.0, 3.2, 5.0, 5.5], [4.1, 3.0, 3.0, 3.1, 3.3])
-    off, on = ([{"loss": l, "diverged": False} for l in arm] for arm in losses)
+    off, on = ([{'loss': l, 'diverged': False} for l in arm] for arm in losses)
     pair = analyze.measure_pair([1e-3, 1e-2, 1e-1, 1.0, 10.0], off, on)
-    assert pair["gap"] == pytest.approx([-0.1, 0.0, 0.2, 1.9, 2.2])
-    assert pair["gap_low"] == pytest.approx(-0.05)  # up to the off arm's best, included
-    assert pair["gap_high"] == pytest.approx(2.05)  # above 0.1, its maximum stable LR
-    assert math.isnan(analyze.measure_pair([1e-3, 1e-2, 1e-1], off[:3], on[:3])["gap_high"])
+    assert pair['gap'] == pytest.approx([-0.1, 0.0, 0.2, 1.9, 2.2])
+    assert pair['gap_low'] == pytest.approx(-0.05)  # up to the off arm's best, included
+    assert pair['gap_high'] == pytest.approx(2.05)  # above 0.1, its maximum stable LR
+    assert math.isnan(analyze.measure_pair([1e-3, 1e-2, 1e-1], off[:3], on[:3])['gap_high'])
 
 
 def test_analyze_necessity_of_the_mean_curve():
     gaps = {2: [[0.0, 0.2], [0.0, 0.4]], 4: [[0.0, 0.2], None]}
-    study = SimpleNamespace(lrs=[1e-2, 1e-1], pairs={"gap": gaps})
+    study = SimpleNamespace(lrs=[1e-2, 1e-1], pairs={'gap': gaps})
     assert analyze.mean_necessity(study, 2) == pytest.approx([10 ** (-2 + 1 / 3)] * 2)
     assert analyze.mean_necessity(study, 4) == (None, None)
 
 
 def test_analyze_latex_escapes():
-    text = analyze.latex("50 % of l_0", ["a & b", "n"], [["<= 0.1 [-0.2, 3]", ">= 2"]])
-    assert r"50 \% of l\_0" in text and r"a \& b & n \\" in text
-    assert r"$\leq$ 0.1 [$-$0.2, 3] & $\geq$ 2 \\" in text
+    text = analyze.latex('50 % of l_0', ['a & b', 'n'], [['<= 0.1 [-0.2, 3]', '>= 2']])
+    assert r'50 \% of l\_0' in text and r'a \& b & n \\' in text
+    assert r'$\leq$ 0.1 [$-$0.2, 3] & $\geq$ 2 \\' in text
 
 
 def test_analyze_mechanism_at_the_end_and_extremes(tmp_path):
     path = write_log(tmp_path, 0, 2, 1e-2, 1, max_logit=50.0, entropy=2.0)
     values = analyze.cell_values(analyze.read_log(path), None)
-    assert values["max_logit"] == pytest.approx(50) and values["max_logit_extreme"] == pytest.approx(50)
-    assert values["attn_entropy"] == pytest.approx(2) and values["attn_entropy_extreme"] == pytest.approx(2)
-    text = path.read_text().replace(f",{50 ** 0.4:.9g},", ",900,").replace(f",{50 ** 0.5:.9g},", ",inf,")
+    assert values['max_logit'] == pytest.approx(50) and values['max_logit_extreme'] == pytest.approx(50)
+    assert values['attn_entropy'] == pytest.approx(2) and values['attn_entropy_extreme'] == pytest.approx(2)
+    text = path.read_text().replace(f',{50 ** 0.4:.9g},', ',900,').replace(f',{50 ** 0.5:.9g},', ',inf,')
     path.write_text(text)
     values = analyze.cell_values(analyze.read_log(path), None)
-    assert values["max_logit"] == pytest.approx(50) and values["max_logit_extreme"] == 900
+    assert values['max_logit'] == pytest.approx(50) and values['max_logit_extreme'] == 900
 
 
 def test_analyze_best_of_all_diverged_is_no_number(tmp_path):
     def cell(arm, depth, lr, seed):
         return dict(loss=3.0) if arm else dict(diverged_at=70)
-    study = analyze.analyze(write_study(tmp_path / "s", cell, LRS, (2,), (1, 2)))
-    assert study.arms["best_loss"][2][0] == [7.6, 7.6] and study.arms["sensitivity"][2][0] == [0, 0]
-    h2, h3 = study.verdicts["H2"], study.verdicts["H3"]
-    assert h2["verdict"] == "undecided" and "no LR of the off arm is stable" in h2["why"]
-    assert h3["verdict"] == "undecided" and "below the grid" in h3["why"]
+    study = analyze.analyze(write_study(tmp_path / 's', cell, LRS, (2,), (1, 2)))
+    assert study.arms['best_loss'][2][0] == [7.6, 7.6] and study.arms['sensitivity'][2][0] == [0, 0]
+    h2, h3 = study.verdicts['H2'], study.verdicts['H3']
+    assert h2['verdict'] == 'undecided' and 'no LR of the off arm is stable' in h2['why']
+    assert h3['verdict'] == 'undecided' and 'below the grid' in h3['why']
 
 
 # ---- many simulated studies: do the intervals cover the truth, and do the verdicts follow?
@@ -1914,17 +1914,17 @@ def simulated(rng, slope=-0.8, seeds=3, effect=1.0, spread=0.2):
     LR 0.03 (depth / 2)^slope times a factor drawn per depth and seed, and rises by `effect` nats a decade;
     the on arm's never rises."""
     study = SimpleNamespace(lrs=LRS, depths=[2, 4, 8], seeds=list(range(seeds)), runs={}, missing=[])
-    evaluations = {"step": ["0", "500"], "val_bpb": ["3.5", "1.5"]}
-    evaluations.update(dict.fromkeys(analyze.MECHANISM, ["1", "1"]))
+    evaluations = {'step': ['0', '500'], 'val_bpb': ['3.5', '1.5']}
+    evaluations.update(dict.fromkeys(analyze.MECHANISM, ['1', '1']))
     for depth in study.depths:
         for seed in study.seeds:
             log_onset = math.log10(0.03) + slope * math.log10(depth / 2) + spread * rng.standard_normal()
             for lr in LRS:
                 rise = effect * max(0.0, math.log10(lr) - log_onset + 0.1 / effect if effect else 0.0)
                 for arm, loss in ((0, 3.0 + rise), (1, 3.0)):
-                    run = {"cell": (arm, depth, lr, seed), "loss": loss, "l0": 7.0, "diverged": False,
-                           "rows": {**evaluations, "val_loss": ["7", f"{loss:.9g}"]}}
-                    study.runs[run["cell"]] = run
+                    run = {'cell': (arm, depth, lr, seed), 'loss': loss, 'l0': 7.0, 'diverged': False,
+                           'rows': {**evaluations, 'val_loss': ['7', f'{loss:.9g}']}}
+                    study.runs[run['cell']] = run
     return study
 
 
@@ -1937,12 +1937,12 @@ def test_analyze_slope_interval_covers_the_truth():
     rng, hits, n = np.random.default_rng(0), 0, 400
     for _ in range(n):
         study = analyze.measure(simulated(rng, slope=-0.6))
-        s = analyze.summary([fit[0] for fit in analyze.seed_fits(study, "necessity_last")])
-        hits += s["lo"] <= -0.6 <= s["hi"]
+        s = analyze.summary([fit[0] for fit in analyze.seed_fits(study, 'necessity_last')])
+        hits += s['lo'] <= -0.6 <= s['hi']
     assert share(hits, n), hits
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize('seeds', [2, 3, 5])
 def test_analyze_paired_interval_covers_the_truth(seeds):
     # off = shared seed effect + 0.3 + noise: what is shared is large and must cancel in the pairs
     rng, hits, n = np.random.default_rng(1), 0, 2000
@@ -1950,8 +1950,8 @@ def test_analyze_paired_interval_covers_the_truth(seeds):
         shared = 5 * rng.standard_normal(seeds)
         off = {d: (shared + 0.3 + 0.1 * rng.standard_normal(seeds)).tolist() for d in (2, 4, 8)}
         on = {d: (shared + 0.1 * rng.standard_normal(seeds)).tolist() for d in (2, 4, 8)}
-        mean = analyze.over_depths({d: analyze.subtract(off[d], on[d]) for d in off})["mean"]
-        hits += mean["lo"] <= 0.3 <= mean["hi"]
+        mean = analyze.over_depths({d: analyze.subtract(off[d], on[d]) for d in off})['mean']
+        hits += mean['lo'] <= 0.3 <= mean['hi']
     assert share(hits, n), hits
 
 
@@ -1962,7 +1962,7 @@ def test_analyze_sensitivity_interval_covers_the_truth():
     for _ in range(n):
         factors = 1 + 0.2 * rng.standard_normal(3)
         s = analyze.summary([analyze.lr_sensitivity((3 + factor * rise).tolist()) for factor in factors])
-        hits += s["lo"] <= rise.mean() <= s["hi"]
+        hits += s['lo'] <= rise.mean() <= s['hi']
     assert share(hits, n), hits
 
 
@@ -1974,27 +1974,27 @@ def verdicts_of(study):
 def test_analyze_verdicts_of_a_known_trend():
     rng = np.random.default_rng(3)
     h1, h2, h3 = verdicts_of(simulated(rng, slope=-0.8, effect=2.0, spread=0.05))
-    assert [v["verdict"] for v in (h1, h2, h3)] == ["supported"] * 3
-    assert verdicts_of(simulated(rng, slope=0.5, effect=2.0, spread=0.05))[2]["verdict"] == "contradicted"
+    assert [v['verdict'] for v in (h1, h2, h3)] == ['supported'] * 3
+    assert verdicts_of(simulated(rng, slope=0.5, effect=2.0, spread=0.05))[2]['verdict'] == 'contradicted'
 
 
 def test_analyze_a_null_trend_is_mostly_undecided():
     rng, n = np.random.default_rng(4), 200
-    kinds = [verdicts_of(simulated(rng, slope=0.0, effect=2.0, spread=0.1))[2]["verdict"] for _ in range(n)]
-    assert kinds.count("undecided") / n > 0.95 - 3 * math.sqrt(0.95 * 0.05 / n)
+    kinds = [verdicts_of(simulated(rng, slope=0.0, effect=2.0, spread=0.1))[2]['verdict'] for _ in range(n)]
+    assert kinds.count('undecided') / n > 0.95 - 3 * math.sqrt(0.95 * 0.05 / n)
 
 
 def test_analyze_a_null_effect_is_undecided_and_says_never():
     h1, h2, h3 = verdicts_of(simulated(np.random.default_rng(5), effect=0.0))
-    assert [v["verdict"] for v in (h1, h2, h3)] == ["undecided"] * 3
-    assert "'never' at depth 2 (seed 0, 1, 2)" in h3["why"] and "stable to the edge" in h1["why"]
+    assert [v['verdict'] for v in (h1, h2, h3)] == ['undecided'] * 3
+    assert "'never' at depth 2 (seed 0, 1, 2)" in h3['why'] and 'stable to the edge' in h1['why']
 
 
 def altered(study, loss_of):
     """The study with the losses loss_of(arm, depth, index of the LR, seed, {cell: loss before})."""
-    before = {cell: run["loss"] for cell, run in study.runs.items()}
+    before = {cell: run['loss'] for cell, run in study.runs.items()}
     for (arm, depth, lr, seed), run in study.runs.items():
-        run["loss"] = loss_of(arm, depth, LRS.index(lr), seed, before)
+        run['loss'] = loss_of(arm, depth, LRS.index(lr), seed, before)
     return study
 
 
@@ -2002,21 +2002,21 @@ def test_analyze_h1_is_contradicted_by_a_small_gain_at_high_lr():
     def loss(arm, depth, i, seed, before):
         return before[0, depth, LRS[i], seed] - 0.02 * arm
     study = altered(simulated(np.random.default_rng(6), effect=2.0, spread=0.05), loss)
-    assert verdicts_of(study)[0]["verdict"] == "contradicted"
+    assert verdicts_of(study)[0]['verdict'] == 'contradicted'
 
 
 def test_analyze_h1_is_undecided_when_low_lrs_gain_too():
     def loss(arm, depth, i, seed, before):
         return before[arm, depth, LRS[i], seed] - 0.3 * arm
     h1 = verdicts_of(altered(simulated(np.random.default_rng(6), effect=2.0, spread=0.05), loss))[0]
-    assert h1["verdict"] == "undecided" and "first mean" in h1["why"]
+    assert h1['verdict'] == 'undecided' and 'first mean' in h1['why']
 
 
 def test_analyze_h2_is_contradicted_by_a_reversed_study():
     def loss(arm, depth, i, seed, before):
         return before[1 - arm, depth, LRS[i], seed]
     study = altered(simulated(np.random.default_rng(7), effect=2.0, spread=0.05), loss)
-    assert verdicts_of(study)[1]["verdict"] == "contradicted"
+    assert verdicts_of(study)[1]['verdict'] == 'contradicted'
 
 
 def test_analyze_h2_needs_both_measures():
@@ -2024,8 +2024,8 @@ def test_analyze_h2_needs_both_measures():
     def loss(arm, depth, i, seed, before):
         return 4.0 + 0.01 * seed if arm == 0 and i < 4 else 3.0
     h2 = verdicts_of(altered(simulated(np.random.default_rng(7), effect=0.0), loss))[1]
-    assert h2["numbers"]["S(off) - S(on)"]["mean"]["lo"] > 0.3
-    assert h2["verdict"] == "undecided" and h2["why"] == "the interval of the maximum stable LR holds 0"
+    assert h2['numbers']['S(off) - S(on)']['mean']['lo'] > 0.3
+    assert h2['verdict'] == 'undecided' and h2['why'] == 'the interval of the maximum stable LR holds 0'
 
 
 def test_analyze_opposite_steps_of_two_depths_are_no_effect():
@@ -2035,8 +2035,8 @@ def test_analyze_opposite_steps_of_two_depths_are_no_effect():
     def loss(arm, depth, i, seed, before):
         return 9.0 if i > tops[arm, depth] else 3.0 + 1e-4 * seed
     h2 = verdicts_of(altered(simulated(np.random.default_rng(8), effect=0.0), loss))[1]
-    s = h2["numbers"]["ln max stable LR, on - off"]["mean"]
-    assert abs(s["mean"]) < 1e-9 and not analyze.is_above(s, 0) and not analyze.is_below(s, 0)
+    s = h2['numbers']['ln max stable LR, on - off']['mean']
+    assert abs(s['mean']) < 1e-9 and not analyze.is_above(s, 0) and not analyze.is_below(s, 0)
 
 
 def test_analyze_h3_needs_both_crossings():
@@ -2047,51 +2047,51 @@ def test_analyze_h3_needs_both_crossings():
         return before[arm, depth, LRS[i], seed] + 0.3 * (arm == 0 and i == hump[depth])
     study = altered(simulated(np.random.default_rng(9), slope=-0.8, effect=2.0, spread=0.02), loss)
     h3 = verdicts_of(study)[2]
-    assert h3["verdict"] == "undecided" and "do not agree" in h3["why"]
+    assert h3['verdict'] == 'undecided' and 'do not agree' in h3['why']
 
 
 def test_analyze_one_seed_or_a_missing_cell_decide_nothing():
     one = verdicts_of(simulated(np.random.default_rng(10), seeds=1, effect=2.0))
-    assert all(v["verdict"] == "undecided" and "one seed" in v["why"] for v in one)
+    assert all(v['verdict'] == 'undecided' and 'one seed' in v['why'] for v in one)
     study = simulated(np.random.default_rng(10), effect=2.0, spread=0.05)
     del study.runs[0, 4, 1e-2, 1]
     study.missing = [(0, 4, 1e-2, 1)]
     verdicts = verdicts_of(study)
-    assert all(v["verdict"] == "undecided" and "1 of 234 cells" in v["why"] for v in verdicts)
-    assert study.arms["sensitivity"][4][0][1] is None and study.arms["sensitivity"][4][1][1] is not None
-    low = verdicts[0]["numbers"]["D up to off's best LR"]
-    assert low["by_depth"][4]["n"] == 2 and low["by_depth"][2]["n"] == 3 and low["mean"]["n"] == 2
+    assert all(v['verdict'] == 'undecided' and '1 of 234 cells' in v['why'] for v in verdicts)
+    assert study.arms['sensitivity'][4][0][1] is None and study.arms['sensitivity'][4][1][1] is not None
+    low = verdicts[0]['numbers']["D up to off's best LR"]
+    assert low['by_depth'][4]['n'] == 2 and low['by_depth'][2]['n'] == 3 and low['mean']['n'] == 2
 
 
 # ---- reading
 
 DAMAGE = {
-    "empty": lambda text: "",
-    "foreign": lambda text: "epoch,loss\n1,2.0\n",
-    "another tool": lambda text: "# {\"tool\": 1}\nstep\n0\n# {\"status\": \"ok\"}\n",
-    "cut off": lambda text: text[:len(text) // 2],
-    "no last newline": lambda text: text[:-1],
-    "no footer": lambda text: text[:text.rindex("# ")],
-    "broken header": lambda text: text.replace("# {", "# {,", 1),
-    "a field more": lambda text: text.replace("\n50,", "\n50,1,", 1),
-    "a word": lambda text: text.replace("\n50,", "\n50,x", 1),
-    "steps fall back": lambda text: text.replace("\n60,", "\n40,", 1),
-    "a step twice": lambda text: text.replace("\n60,", "\n50,", 1),
-    "row missing at the end": lambda text: re.sub(r"\n500,.*", "", text),
-    "shorter than its configuration": lambda text: text.replace('"max_iters": 500', '"max_iters": 600'),
-    "other status": lambda text: text.replace('"status": "ok"', '"status": "running"'),
-    "other final loss": lambda text: re.sub(r'"final_val_loss": [0-9.]+', '"final_val_loss": 1.0', text),
-    "final loss nan": lambda text: re.sub(r'"final_val_loss": [0-9.]+', '"final_val_loss": NaN', text),
-    "other cell": lambda text: text.replace('"seed": 1339', '"seed": 7'),
-    "not text": lambda text: "\x00\x01",
-    "lr a word": lambda text: text.replace('"lr": 0.01', '"lr": "fast"'),
-    "no config": lambda text: text.replace('"config"', '"settings"')}
+    'empty': lambda text: '',
+    'foreign': lambda text: 'epoch,loss\n1,2.0\n',
+    'another tool': lambda text: "# {\"tool\": 1}\nstep\n0\n# {\"status\": \"ok\"}\n",
+    'cut off': lambda text: text[:len(text) // 2],
+    'no last newline': lambda text: text[:-1],
+    'no footer': lambda text: text[:text.rindex('# ')],
+    'broken header': lambda text: text.replace('# {', '# {,', 1),
+    'a field more': lambda text: text.replace('\n50,', '\n50,1,', 1),
+    'a word': lambda text: text.replace('\n50,', '\n50,x', 1),
+    'steps fall back': lambda text: text.replace('\n60,', '\n40,', 1),
+    'a step twice': lambda text: text.replace('\n60,', '\n50,', 1),
+    'row missing at the end': lambda text: re.sub(r'\n500,.*', '', text),
+    'shorter than its configuration': lambda text: text.replace('"max_iters": 500', '"max_iters": 600'),
+    'other status': lambda text: text.replace('"status": "ok"', '"status": "running"'),
+    'other final loss': lambda text: re.sub(r'"final_val_loss": [0-9.]+', '"final_val_loss": 1.0', text),
+    'final loss nan': lambda text: re.sub(r'"final_val_loss": [0-9.]+', '"final_val_loss": NaN', text),
+    'other cell': lambda text: text.replace('"seed": 1339', '"seed": 7'),
+    'not text': lambda text: '\x00\x01',
+    'lr a word': lambda text: text.replace('"lr": 0.01', '"lr": "fast"'),
+    'no config': lambda text: text.replace('"config"', '"settings"')}
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize('kind', DAMAGE)
 def test_analyze_leaves_out_and_names_a_damaged_log(tmp_path, kind):
-    folder = write_study(tmp_path / "s", lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1338, 1339))
-    path = folder / "L2_lr0.01_qk0_s1339.csv"
+    folder = write_study(tmp_path / 's', lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1338, 1339))
+    path = folder / 'L2_lr0.01_qk0_s1339.csv'
     whole = path.read_text()
     assert analyze.read_study(folder).left_out == {}
     path.write_text(DAMAGE[kind](whole))
@@ -2102,131 +2102,131 @@ def test_analyze_leaves_out_and_names_a_damaged_log(tmp_path, kind):
 
 
 def test_analyze_leaves_out_partials_copies_strays_and_folders(tmp_path):
-    folder = write_study(tmp_path / "s", lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1, 2))
-    log = folder / "L2_lr0.01_qk0_s1.csv"
-    (folder / "L2_lr0.01_qk0_s1 copy.csv").write_bytes(log.read_bytes())
-    (folder / "L2_lr0.1_qk1_s2.csv").rename(folder / "L2_lr0.1_qk1_s2.csv.partial")
+    folder = write_study(tmp_path / 's', lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1, 2))
+    log = folder / 'L2_lr0.01_qk0_s1.csv'
+    (folder / 'L2_lr0.01_qk0_s1 copy.csv').write_bytes(log.read_bytes())
+    (folder / 'L2_lr0.1_qk1_s2.csv').rename(folder / 'L2_lr0.1_qk1_s2.csv.partial')
     write_log(folder, 0, 16, 1e-2, 1)
-    (folder / "a folder.csv").mkdir()
+    (folder / 'a folder.csv').mkdir()
     study = analyze.read_study(folder)
     assert len(study.left_out) == 4 and len(study.runs) == 7 and study.missing == [(1, 2, 0.1, 2)]
-    assert "copy" in study.left_out["L2_lr0.01_qk0_s1 copy.csv"]
-    assert study.left_out["L2_lr0.1_qk1_s2.csv.partial"] == "unfinished"
-    assert "not in the grid" in study.left_out["L16_lr0.01_qk0_s1.csv"]
+    assert 'copy' in study.left_out['L2_lr0.01_qk0_s1 copy.csv']
+    assert study.left_out['L2_lr0.1_qk1_s2.csv.partial'] == 'unfinished'
+    assert 'not in the grid' in study.left_out['L16_lr0.01_qk0_s1.csv']
 
 
-@pytest.mark.parametrize("change, field", [(dict(code="0ther"), "code"), (dict(sha="0ther"), "data sha256"),
-                                           (dict(max_iters=600), "max_iters"),
-                                           (dict(device="mps"), "device")])
+@pytest.mark.parametrize('change, field', [(dict(code='0ther'), 'code'), (dict(sha='0ther'), 'data sha256'),
+                                           (dict(max_iters=600), 'max_iters'),
+                                           (dict(device='mps'), 'device')])
 def test_analyze_never_mixes_silently(tmp_path, change, field):
     def cell(arm, depth, lr, seed):
         return dict(loss=3.0, **(change if (lr, seed, arm) == (1e-1, 2, 1) else {}))
-    folder = write_study(tmp_path / "s", cell, [1e-2, 1e-1], (2,), (1, 2))
+    folder = write_study(tmp_path / 's', cell, [1e-2, 1e-1], (2,), (1, 2))
     done = run_analyze(folder)
-    assert_refused(done, field, "in 7", "in 1", "--allow-mixed")
-    assert not (folder / "results.json").exists()
+    assert_refused(done, field, 'in 7', 'in 1', '--allow-mixed')
+    assert not (folder / 'results.json').exists()
     study = analyze.analyze(folder, allow_mixed=True)
-    assert len(study.runs) == 8 and f"Mixed logs were allowed: {field}" in analyze.report(study)
+    assert len(study.runs) == 8 and f'Mixed logs were allowed: {field}' in analyze.report(study)
 
 
 def test_analyze_logs_of_other_code_than_the_plan(tmp_path):
-    folder = write_study(tmp_path / "s", lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1, 2), code="new")
-    assert_refused(run_analyze(folder), "code new in 8", "plan.txt: c0de")
+    folder = write_study(tmp_path / 's', lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1, 2), code='new')
+    assert_refused(run_analyze(folder), 'code new in 8', 'plan.txt: c0de')
 
 
 def test_analyze_bad_input_is_one_line(tmp_path):
-    assert_refused(start_analyze(tmp_path / "nowhere"), "is not a folder")
-    assert_refused(run_analyze(tmp_path), "no finished log")
-    (tmp_path / "L2_lr0.01_qk0_s1.csv").write_text("")
-    assert_refused(run_analyze(tmp_path), "L2_lr0.01_qk0_s1.csv: empty")
-    (tmp_path / "L2_lr0.01_qk0_s1.csv").write_text("a,b\n1,2\n")
-    assert_refused(run_analyze(tmp_path), "not a log of qkgpt.py")
-    assert_refused(run_analyze(tmp_path / "L2_lr0.01_qk0_s1.csv"), "is not a folder")
-    assert_refused(run_analyze(), "logs/cpu")
-    assert_refused(run_analyze("--no-such-flag", tmp_path), "--no-such-flag")
+    assert_refused(start_analyze(tmp_path / 'nowhere'), 'is not a folder')
+    assert_refused(run_analyze(tmp_path), 'no finished log')
+    (tmp_path / 'L2_lr0.01_qk0_s1.csv').write_text('')
+    assert_refused(run_analyze(tmp_path), 'L2_lr0.01_qk0_s1.csv: empty')
+    (tmp_path / 'L2_lr0.01_qk0_s1.csv').write_text('a,b\n1,2\n')
+    assert_refused(run_analyze(tmp_path), 'not a log of qkgpt.py')
+    assert_refused(run_analyze(tmp_path / 'L2_lr0.01_qk0_s1.csv'), 'is not a folder')
+    assert_refused(run_analyze(), 'logs/cpu')
+    assert_refused(run_analyze('--no-such-flag', tmp_path), '--no-such-flag')
     write_log(tmp_path, 0, 2, 1e-2, 1)
-    for plan in ("lrs 0.01 fast\ndepths 2\nseeds 1\n", "lrs 0.01\ndepths 0\nseeds 1\n",
-                 "lrs 0.01\ndepths 2\n", "lrs inf\ndepths 2\nseeds 1\n", "lrs nan\ndepths 2\nseeds 1\n",
-                 "lrs 1e300\ndepths 2\nseeds 1\n", f"lrs 0.01\ndepths {10**400}\nseeds 1\n"):
-        (tmp_path / "plan.txt").write_text(plan)
-        assert_refused(run_analyze(tmp_path), "plan.txt")
-    assert {p.name for p in tmp_path.iterdir()} == {"L2_lr0.01_qk0_s1.csv", "plan.txt"}
+    for plan in ('lrs 0.01 fast\ndepths 2\nseeds 1\n', 'lrs 0.01\ndepths 0\nseeds 1\n',
+                 'lrs 0.01\ndepths 2\n', 'lrs inf\ndepths 2\nseeds 1\n', 'lrs nan\ndepths 2\nseeds 1\n',
+                 'lrs 1e300\ndepths 2\nseeds 1\n', f'lrs 0.01\ndepths {10**400}\nseeds 1\n'):
+        (tmp_path / 'plan.txt').write_text(plan)
+        assert_refused(run_analyze(tmp_path), 'plan.txt')
+    assert {p.name for p in tmp_path.iterdir()} == {'L2_lr0.01_qk0_s1.csv', 'plan.txt'}
 
 
 def test_analyze_without_a_plan_says_so(tmp_path):
-    folder = write_study(tmp_path / "s", lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1, 2))
-    (folder / "plan.txt").unlink()
-    (folder / "L2_lr0.1_qk1_s2.csv").unlink()
+    folder = write_study(tmp_path / 's', lambda *_: dict(loss=3.0), [1e-2, 1e-1], (2,), (1, 2))
+    (folder / 'plan.txt').unlink()
+    (folder / 'L2_lr0.1_qk1_s2.csv').unlink()
     study = analyze.analyze(folder)
-    assert study.missing == [(1, 2, 0.1, 2)] and "no plan.txt" in analyze.coverage_text(study)
+    assert study.missing == [(1, 2, 0.1, 2)] and 'no plan.txt' in analyze.coverage_text(study)
 
 
 # ---- what it writes
 
 def test_analyze_needs_neither_torch_nor_qkgpt(study_folder):
-    code = ("import sys; import analyze; study = analyze.analyze(sys.argv[1])\n"
+    code = ('import sys; import analyze; study = analyze.analyze(sys.argv[1])\n'
             "print({'torch', 'qkgpt', 'matplotlib', 'scipy', 'pandas'} & set(sys.modules))")
-    done = subprocess.run([sys.executable, "-c", code, study_folder[0]], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, '-c', code, study_folder[0]], capture_output=True, text=True,
                           cwd=Path(analyze.__file__).resolve().parent)
-    assert done.stdout == "set()\n", done
+    assert done.stdout == 'set()\n', done
 
 
 def test_analyze_writes_a_whole_study(study_folder):
     folder, stdout = study_folder
-    names = ("fig1_loss", "fig2_sensitivity", "fig3_necessity", "fig4_mechanism", "fig5_curves")
-    figures = {f"{name}.{kind}" for name in names for kind in ("pdf", "png", "csv")}
-    assert {p.name for p in (folder / "figures").iterdir()} == figures
+    names = ('fig1_loss', 'fig2_sensitivity', 'fig3_necessity', 'fig4_mechanism', 'fig5_curves')
+    figures = {f'{name}.{kind}' for name in names for kind in ('pdf', 'png', 'csv')}
+    assert {p.name for p in (folder / 'figures').iterdir()} == figures
     found = results(folder)
-    assert [found["verdicts"][name]["verdict"] for name in ("H1", "H2", "H3")] == ["supported"] * 3
-    report = (folder / "report.md").read_text()
-    for verdict in found["verdicts"].values():
-        assert verdict["text"] in report and verdict["text"] in " ".join(stdout.split())
-    assert found["missing"] == [] and len(found["cells"]) == 234
-    cell = found["by_lr"]["4"]["0.01"]["loss"]
-    losses, on = ([lifelike(arm, 4, 1e-2, s)["loss"] for s in (1337, 1338, 1339)] for arm in (0, 1))
-    assert cell["off"]["mean"] == pytest.approx(np.mean(losses)) and cell["off"]["n"] == 3
+    assert [found['verdicts'][name]['verdict'] for name in ('H1', 'H2', 'H3')] == ['supported'] * 3
+    report = (folder / 'report.md').read_text()
+    for verdict in found['verdicts'].values():
+        assert verdict['text'] in report and verdict['text'] in ' '.join(stdout.split())
+    assert found['missing'] == [] and len(found['cells']) == 234
+    cell = found['by_lr']['4']['0.01']['loss']
+    losses, on = ([lifelike(arm, 4, 1e-2, s)['loss'] for s in (1337, 1338, 1339)] for arm in (0, 1))
+    assert cell['off']['mean'] == pytest.approx(np.mean(losses)) and cell['off']['n'] == 3
     differences = np.subtract(on, losses)
     half = 4.302653 * np.std(differences, ddof=1) / math.sqrt(3)
-    assert cell["on - off"]["mean"] == pytest.approx(np.mean(differences))
-    assert cell["on - off"]["hi"] == pytest.approx(np.mean(differences) + half)
-    sensitivity, top = (found["measures"][name]["4"] for name in ("sensitivity", "max_stable_0.5"))
-    off, on = sensitivity["off"]["mean"], sensitivity["on"]["mean"]
-    assert sensitivity["on - off"]["mean"] == pytest.approx(on - off) and off > on
-    assert top["on / off"]["mean"] == pytest.approx(top["on"]["mean"] / top["off"]["mean"])
-    assert top["off"]["mean"] == pytest.approx(np.prod(top["off"]["per_seed"]) ** (1 / 3))
-    crossing = found["measures"]["necessity_last"]["4"]
-    product = np.prod([float(v) for v in crossing["per_seed"]])
-    assert crossing["mean"] == pytest.approx(product ** (1 / 3), rel=1e-3) and crossing["lo"] > 0
-    for text in (report, (folder / "tables.md").read_text()):
-        assert "| 0.01 |" in text and f"{np.mean(losses):.3f}" in text
-    tex = (folder / "tables.tex").read_text()
-    assert tex.count(r"\toprule") == tex.count(r"\bottomrule") == tex.count(r"\end{table*}") == 3
+    assert cell['on - off']['mean'] == pytest.approx(np.mean(differences))
+    assert cell['on - off']['hi'] == pytest.approx(np.mean(differences) + half)
+    sensitivity, top = (found['measures'][name]['4'] for name in ('sensitivity', 'max_stable_0.5'))
+    off, on = sensitivity['off']['mean'], sensitivity['on']['mean']
+    assert sensitivity['on - off']['mean'] == pytest.approx(on - off) and off > on
+    assert top['on / off']['mean'] == pytest.approx(top['on']['mean'] / top['off']['mean'])
+    assert top['off']['mean'] == pytest.approx(np.prod(top['off']['per_seed']) ** (1 / 3))
+    crossing = found['measures']['necessity_last']['4']
+    product = np.prod([float(v) for v in crossing['per_seed']])
+    assert crossing['mean'] == pytest.approx(product ** (1 / 3), rel=1e-3) and crossing['lo'] > 0
+    for text in (report, (folder / 'tables.md').read_text()):
+        assert '| 0.01 |' in text and f'{np.mean(losses):.3f}' in text
+    tex = (folder / 'tables.tex').read_text()
+    assert tex.count(r'\toprule') == tex.count(r'\bottomrule') == tex.count(r'\end{table*}') == 3
     for line in tex.splitlines():
-        if line.endswith(r" \\"):
-            assert not re.search(r"(?<!\\)[%&_#]|<=|>=", line.replace(" & ", ""))
-    rows = [line.split(",") for line in (folder / "figures/fig1_loss.csv").read_text().splitlines()]
-    assert rows[0][:5] == ["depth", "lr", "qknorm", "seed", "status"] and len(rows) == 235
+        if line.endswith(r' \\'):
+            assert not re.search(r'(?<!\\)[%&_#]|<=|>=', line.replace(' & ', ''))
+    rows = [line.split(',') for line in (folder / 'figures/fig1_loss.csv').read_text().splitlines()]
+    assert rows[0][:5] == ['depth', 'lr', 'qknorm', 'seed', 'status'] and len(rows) == 235
 
 
 def test_analyze_is_byte_identical_on_every_run(study_folder, tmp_path):
     folder, _ = study_folder
-    other = tmp_path / "elsewhere" / "cpu"
+    other = tmp_path / 'elsewhere' / 'cpu'
     other.mkdir(parents=True)
-    sources = [p for p in folder.iterdir() if p.suffix == ".csv" or p.name == "plan.txt"]
+    sources = [p for p in folder.iterdir() if p.suffix == '.csv' or p.name == 'plan.txt']
     for path in sorted(sources, reverse=True):  # another order of files on disk
         (other / path.name).write_bytes(path.read_bytes())
     assert start_analyze(other).returncode == 0
-    for path in folder.rglob("*"):
+    for path in folder.rglob('*'):
         if path.is_file():
             assert path.read_bytes() == (other / path.relative_to(folder)).read_bytes(), path.name
 
 
 def test_analyze_figures_hold_truetype_fonts_only(study_folder):
-    for path in (study_folder[0] / "figures").glob("*.pdf"):
+    for path in (study_folder[0] / 'figures').glob('*.pdf'):
         data = path.read_bytes()
-        assert b"/Type3" not in data and b"/Subtype /Type3" not in data and b"/FontFile2" in data
-        assert b"STIXGeneral" in data and b"CreationDate" not in data
-        box = [float(v) for v in re.search(rb"/MediaBox \[([^\]]*)\]", data).group(1).split()]
+        assert b'/Type3' not in data and b'/Subtype /Type3' not in data and b'/FontFile2' in data
+        assert b'STIXGeneral' in data and b'CreationDate' not in data
+        box = [float(v) for v in re.search(rb'/MediaBox \[([^\]]*)\]', data).group(1).split()]
         assert box[2] / 72 == pytest.approx(3.5, abs=0.01) or box[2] / 72 == pytest.approx(7.16, abs=0.01)
 
 
@@ -2235,100 +2235,100 @@ def test_analyze_shows_missing_and_diverged_cells(tmp_path):
         if (arm, depth, lr, seed) == (1, 4, 1e-2, 2):
             return None
         return dict(diverged_at=130) if arm == 0 and lr == 1e-1 and seed > 1 else dict(loss=3.0 + lr)
-    folder = write_study(tmp_path / "s", cell, [1e-3, 1e-2, 1e-1], (2, 4), (1, 2, 3))
+    folder = write_study(tmp_path / 's', cell, [1e-3, 1e-2, 1e-1], (2, 4), (1, 2, 3))
     done = run_analyze(folder)
-    stdout = " ".join(done.stdout.split())
-    assert done.returncode == 0 and "35 of 36 cells" in stdout and "4 of 18 off, 0 of 17 on" in stdout
-    report = (folder / "report.md").read_text()
-    assert "| 4 | on | 3/3 | 2/3 | 3/3 |" in report and "| 2 | off | 3/3 | 3/3 | 3/3 2d |" in report
-    assert "| 0.1 | 6.100, 2 of 3 div. | 3.100 | 6.100, 2 of 3 div. | 3.100 |" in report
-    assert "3.010 (2/3)" in report and results(folder)["missing"] == ["L4_lr0.01_qk1_s2"]
-    rows = (folder / "figures/fig1_loss.csv").read_text().splitlines()
-    assert "4,0.01,on,2,missing,,,," in rows
-    assert f"2,0.1,off,3,diverged,7.6,{math.exp(7.6):.9g},3.8,7.6" in rows
+    stdout = ' '.join(done.stdout.split())
+    assert done.returncode == 0 and '35 of 36 cells' in stdout and '4 of 18 off, 0 of 17 on' in stdout
+    report = (folder / 'report.md').read_text()
+    assert '| 4 | on | 3/3 | 2/3 | 3/3 |' in report and '| 2 | off | 3/3 | 3/3 | 3/3 2d |' in report
+    assert '| 0.1 | 6.100, 2 of 3 div. | 3.100 | 6.100, 2 of 3 div. | 3.100 |' in report
+    assert '3.010 (2/3)' in report and results(folder)['missing'] == ['L4_lr0.01_qk1_s2']
+    rows = (folder / 'figures/fig1_loss.csv').read_text().splitlines()
+    assert '4,0.01,on,2,missing,,,,' in rows
+    assert f'2,0.1,off,3,diverged,7.6,{math.exp(7.6):.9g},3.8,7.6' in rows
 
 
-@pytest.mark.parametrize("lrs, depths, seeds", [([1e-2], (2,), (1,)), (LRS, (2, 8), (1337,))])
+@pytest.mark.parametrize('lrs, depths, seeds', [([1e-2], (2,), (1,)), (LRS, (2, 8), (1337,))])
 def test_analyze_small_studies_have_all_figures(tmp_path, lrs, depths, seeds):
-    folder = write_study(tmp_path / "s", lifelike, lrs, depths, seeds)
+    folder = write_study(tmp_path / 's', lifelike, lrs, depths, seeds)
     done = run_analyze(folder)
-    assert done.returncode == 0 and not done.stderr and len(list((folder / "figures").iterdir())) == 15
+    assert done.returncode == 0 and not done.stderr and len(list((folder / 'figures').iterdir())) == 15
 
 
 def test_analyze_suggest_halves_the_brackets(tmp_path):
     # off is stable up to 0.01 and rises beyond, on never rises: both brackets are 0.01 to 0.1
     def cell(arm, depth, lr, seed):
         return dict(loss=5.0 if arm == 0 and lr > 0.05 else 3.0)
-    folder = write_study(tmp_path / "s", cell, [1e-3, 1e-2, 1e-1], (2, 4), (1, 2))
-    done = run_analyze(folder, "--suggest")
+    folder = write_study(tmp_path / 's', cell, [1e-3, 1e-2, 1e-1], (2, 4), (1, 2))
+    done = run_analyze(folder, '--suggest')
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == 'LRS="0.001 0.01 0.0316 0.1"'
     comments = done.stdout.splitlines()[:-1]
-    assert len(comments) == 1 and comments[0].startswith("# 0.0316 halves 0.01 to 0.1: ")
-    assert not (folder / "results.json").exists()
-    shell = subprocess.run(["sh", "-c", done.stdout + 'echo "$LRS"'], capture_output=True, text=True)
-    assert shell.stdout == "0.001 0.01 0.0316 0.1\n"
+    assert len(comments) == 1 and comments[0].startswith('# 0.0316 halves 0.01 to 0.1: ')
+    assert not (folder / 'results.json').exists()
+    shell = subprocess.run(['sh', '-c', done.stdout + 'echo "$LRS"'], capture_output=True, text=True)
+    assert shell.stdout == '0.001 0.01 0.0316 0.1\n'
 
 
 def test_analyze_compare(tmp_path):
     grid = ([1e-3, 1e-2, 1e-1], (2, 4), (1337, 1338))
-    a, b = (write_study(tmp_path / name, lifelike, *grid) for name in "ab")  # other times, the same numbers
-    done = run_analyze("--compare", a, b)
-    assert done.returncode == 0 and "identical: 24 of 24 cells\n" in done.stdout
-    assert done.stdout.count("they agree") == 3
+    a, b = (write_study(tmp_path / name, lifelike, *grid) for name in 'ab')  # other times, the same numbers
+    done = run_analyze('--compare', a, b)
+    assert done.returncode == 0 and 'identical: 24 of 24 cells\n' in done.stdout
+    assert done.stdout.count('they agree') == 3
     changed = lifelike(0, 4, 1e-2, 1338)
-    write_log(b, 0, 4, 1e-2, 1338, **{**changed, "loss": changed["loss"] + 0.25})
-    (b / "L2_lr0.01_qk0_s1337.csv").unlink()
-    done = run_analyze("--compare", a, b)
-    assert "23 cells in both, 1 only in" in done.stdout
-    assert "identical: 22 of 23 cells; the others differ in final loss by at most 0.25 nats" in done.stdout
-    assert "L4_lr0.01_qk0_s1338: loss" in done.stdout and "(+0.25 nats)" in done.stdout
-    other = write_study(tmp_path / "c", lifelike, [1e-3, 1e-2], *grid[1:])
-    assert_refused(run_analyze("--compare", a, other), "different grids: lrs 0.001 0.01 0.1 / 0.001 0.01")
-    assert_refused(run_analyze("--compare", a, b, other), f"{other} is a third")
-    assert_refused(run_analyze("--readme", "--suggest", a), "one at a time")
-    reverse = write_study(tmp_path / "d", lambda arm, *rest: lifelike(1 - arm, *rest), *grid)
-    done = run_analyze("--compare", a, reverse)
-    assert done.returncode == 1 and "do not agree" in done.stdout
+    write_log(b, 0, 4, 1e-2, 1338, **{**changed, 'loss': changed['loss'] + 0.25})
+    (b / 'L2_lr0.01_qk0_s1337.csv').unlink()
+    done = run_analyze('--compare', a, b)
+    assert '23 cells in both, 1 only in' in done.stdout
+    assert 'identical: 22 of 23 cells; the others differ in final loss by at most 0.25 nats' in done.stdout
+    assert 'L4_lr0.01_qk0_s1338: loss' in done.stdout and '(+0.25 nats)' in done.stdout
+    other = write_study(tmp_path / 'c', lifelike, [1e-3, 1e-2], *grid[1:])
+    assert_refused(run_analyze('--compare', a, other), 'different grids: lrs 0.001 0.01 0.1 / 0.001 0.01')
+    assert_refused(run_analyze('--compare', a, b, other), f'{other} is a third')
+    assert_refused(run_analyze('--readme', '--suggest', a), 'one at a time')
+    reverse = write_study(tmp_path / 'd', lambda arm, *rest: lifelike(1 - arm, *rest), *grid)
+    done = run_analyze('--compare', a, reverse)
+    assert done.returncode == 1 and 'do not agree' in done.stdout
 
 
 def test_analyze_readme_is_rewritten_and_staleness_is_seen(tmp_path):
-    folder = write_study(tmp_path / "logs" / "cpu", lifelike, [1e-3, 1e-2, 1e-1], (2, 4), (1337, 1338))
-    readme = tmp_path / "README.md"
-    assert_refused(start_analyze("--readme", cwd=tmp_path), "README.md")
-    readme.write_text("# Title\nno markers\n")
-    assert_refused(start_analyze("--readme", cwd=tmp_path), "results:begin")
-    assert readme.read_text() == "# Title\nno markers\n"
-    readme.write_text("# Title\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    assert start_analyze("--readme", cwd=tmp_path).returncode == 0
+    folder = write_study(tmp_path / 'logs' / 'cpu', lifelike, [1e-3, 1e-2, 1e-1], (2, 4), (1337, 1338))
+    readme = tmp_path / 'README.md'
+    assert_refused(start_analyze('--readme', cwd=tmp_path), 'README.md')
+    readme.write_text('# Title\nno markers\n')
+    assert_refused(start_analyze('--readme', cwd=tmp_path), 'results:begin')
+    assert readme.read_text() == '# Title\nno markers\n'
+    readme.write_text('# Title\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n')
+    assert start_analyze('--readme', cwd=tmp_path).returncode == 0
     text = readme.read_text()
-    assert text.startswith("# Title\n<!-- results:begin -->\n")
-    assert text.endswith("<!-- results:end -->\nafter\n")
-    assert "old" not in text.splitlines() and "H3 (" in text and "LR sensitivity" in text
-    assert start_analyze("--readme", cwd=tmp_path).returncode == 0
+    assert text.startswith('# Title\n<!-- results:begin -->\n')
+    assert text.endswith('<!-- results:end -->\nafter\n')
+    assert 'old' not in text.splitlines() and 'H3 (' in text and 'LR sensitivity' in text
+    assert start_analyze('--readme', cwd=tmp_path).returncode == 0
     assert readme.read_text() == text  # a second time changes nothing
     write_log(folder, 0, 2, 1e-2, 1337, loss=4.0)
     assert analyze.with_results(text, analyze.analyze(folder)) != text
 
 
-@pytest.mark.skipif(not Path("README.md").exists() or not Path("logs/cpu").exists(), reason="no results yet")
+@pytest.mark.skipif(not Path('README.md').exists() or not Path('logs/cpu').exists(), reason='no results yet')
 def test_analyze_the_readme_is_not_stale():
-    text = Path("README.md").read_text(encoding="utf-8")
-    assert analyze.with_results(text, analyze.analyze("logs/cpu")) == text, "run python analyze.py --readme"
+    text = Path('README.md').read_text(encoding='utf-8')
+    assert analyze.with_results(text, analyze.analyze('logs/cpu')) == text, 'run python analyze.py --readme'
 
 
 def test_analyze_refuses_missing_rows_and_emptied_evaluations(tmp_path):
     path = write_log(tmp_path, 0, 2, 1e-2, 1)
-    lines = path.read_text().split("\n")
-    assert analyze.read_log(path)["loss"] == pytest.approx(3.0)
-    emptied = lines[27].split(",")  # step 250
-    emptied[COLUMNS.index("val_loss")] = ""
-    cases = {"step 10 is missing": lines[:3] + lines[4:], "val_loss is empty": lines[:27] + [",".join(emptied)] + lines[28:],
-             "a column stands there twice": [line if line[:1] in "#" else line + "," + line.split(",")[5] for line in lines],
-             "data": [lines[0].replace('"data":', '"other":')] + lines[1:]}
+    lines = path.read_text().split('\n')
+    assert analyze.read_log(path)['loss'] == pytest.approx(3.0)
+    emptied = lines[27].split(',')  # step 250
+    emptied[COLUMNS.index('val_loss')] = ''
+    cases = {'step 10 is missing': lines[:3] + lines[4:], 'val_loss is empty': lines[:27] + [','.join(emptied)] + lines[28:],
+             'a column stands there twice': [line if line[:1] in '#' else line + ',' + line.split(',')[5] for line in lines],
+             'data': [lines[0].replace('"data":', '"other":')] + lines[1:]}
     for reason, damaged in cases.items():
-        path.write_text("\n".join(damaged))
+        path.write_text('\n'.join(damaged))
         with pytest.raises(ValueError, match=reason):
             analyze.read_log(path)
-    path.write_bytes("\n".join(lines).encode().replace(b"AMD", b"\xff\xfe"))
-    with pytest.raises(ValueError, match="UTF-8"):
+    path.write_bytes('\n'.join(lines).encode().replace(b'AMD', b'\xff\xfe'))
+    with pytest.raises(ValueError, match='UTF-8'):
         analyze.read_log(path)
