@@ -417,9 +417,10 @@ def span(s, fmt='.3f'):
 
 
 def depth_text(q, fmt='.3f', change=lambda s: s):
-    """The mean over depths with its n, then each depth."""
-    each = '; '.join(f'depth {depth}: {span(change(s), fmt)}' for depth, s in q['by_depth'].items())
-    return f"{span(change(q['mean']), fmt)} (n = {q['mean']['n']}; {each})"
+    """The mean over depths with its n, then each depth that has one."""
+    shown = {depth: s for depth, s in q['by_depth'].items() if s['mean'] is not None}
+    each = ''.join(f'; depth {depth}: {span(change(s), fmt)}' for depth, s in shown.items())
+    return f"{span(change(q['mean']), fmt)} (n = {q['mean']['n']}{each})"
 
 
 def obstacles(study):
@@ -434,13 +435,15 @@ def obstacles(study):
 
 
 def where_open(study, values, words):
-    """Names depth and seeds whose value is not a number; `words` says for a value what that means."""
+    """Names depths and seeds whose value is not a number; `words` says for a value what that means."""
     found = {}
     for depth, row in values.items():
         for seed, v in zip(study.seeds, row):
             if v is not None and not math.isfinite(v):
-                found.setdefault((words(v), depth), []).append(str(seed))
-    return [f"{text} at depth {depth} (seed {', '.join(seeds)})" for (text, depth), seeds in found.items()]
+                found.setdefault(words(v), {}).setdefault(depth, []).append(str(seed))
+    places = {text: [f"depth {depth} (seed {', '.join(seeds)})" for depth, seeds in depths.items()]
+              for text, depths in found.items()}
+    return [f"{text} at {', '.join(where)}" for text, where in places.items()]
 
 
 def conclude(name, claim, supported, contradicted, reasons, unclear, numbers, text):
