@@ -21,6 +21,7 @@ usage: bash sweep.sh [quick|cpu|paper] [option]        (default: paper)
 
 environment:
   LRS DEPTHS SEEDS MAX_ITERS DEVICE    another grid, e.g. SEEDS="1337 1338"; needs STUDY
+  ARGS=flags     more flags of qkgpt.py for every cell, e.g. ARGS="--warmup_ratio 0.05"; needs STUDY
   STUDY=name     keep the logs in logs/name; a larger grid under a name that is there extends that study
   JOBS=n         cells at once, the cores shared out among them (default: one a core on the CPU, 1 elsewhere)
   PYTHON=path    the Python to use, 3.11 or newer
@@ -31,7 +32,8 @@ END
 }
 
 fail() {
-    printf 'sweep.sh: %s\n' "$*" >&2
+    local message=$*
+    printf 'sweep.sh: %s\n' "${message//$'\n'/ }" >&2
     exit 2
 }
 
@@ -54,7 +56,8 @@ define_study() {
 }
 
 apply_environment() {
-    local changed=${LRS+LRS }${DEPTHS+DEPTHS }${SEEDS+SEEDS }${MAX_ITERS+MAX_ITERS }${DEVICE+DEVICE }
+    local changed=${LRS+LRS }${DEPTHS+DEPTHS }${SEEDS+SEEDS }${MAX_ITERS+MAX_ITERS }
+    changed=$changed${DEVICE+DEVICE }${ARGS+ARGS }
     if [ -n "$changed" ] && [ -z "${STUDY:-}" ]; then
         fail "${changed% } would change the study $study: give the new study a name, STUDY=name"
     fi
@@ -72,8 +75,16 @@ apply_environment() {
     [[ ${JOBS:-1} =~ $positive ]] || fail "JOBS: '$JOBS' is not a positive integer"
     [[ ${SLURM_CPUS_ON_NODE:-1} =~ $positive ]] ||
         fail "SLURM_CPUS_ON_NODE: '$SLURM_CPUS_ON_NODE' is not a positive integer"
-    args="$args --max_iters $max_iters"
+    check_flags "${ARGS:-}"
+    args="$args --max_iters $max_iters${ARGS:+ $ARGS}"
     device=${DEVICE:-auto}
+}
+
+check_flags() {    # qkgpt.py checks names and values
+    local flags='^(--[a-z][a-z0-9_]*[ =][^[:space:]]+( |$))*$'
+    local grid='--(qknorm|n_layer|lr|seed|max_iters|device|threads|out_dir|overwrite)[ =]'
+    [[ $1 =~ $flags ]] || fail "ARGS: '$1' is not a list of flags, each with its value"
+    [[ ! $1 =~ $grid ]] || fail "ARGS: '$1': --${BASH_REMATCH[1]} is the grid's"
 }
 
 # checked NAME PATTERN WHAT VALUES: the values, learning rates in the form that they have in the logs' names.

@@ -1226,7 +1226,7 @@ def project(tmp_path):
 
 
 def environment(changes):
-    own = ('JOBS', 'STUDY', 'LRS', 'DEPTHS', 'SEEDS', 'MAX_ITERS', 'DEVICE')
+    own = ('JOBS', 'STUDY', 'LRS', 'DEPTHS', 'SEEDS', 'MAX_ITERS', 'DEVICE', 'ARGS')
     inherited = {k: v for k, v in os.environ.items() if k not in own and 'SLURM' not in k}
     return {**inherited, 'PYTHON': sys.executable, **changes}
 
@@ -1376,6 +1376,15 @@ def test_sweep_refuses_another_plan_and_extends_a_grid(project):
         plan.write_text(''.join(line for line in whole.splitlines(True) if not re.fullmatch(lost, line.strip())))
         assert run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1'}).returncode == 2
         plan.write_text(whole)
+
+
+def test_sweep_gives_every_cell_more_flags(project):
+    done = run_sweep(project, ARGS='--warmup_ratio 0.05 --bias 1', **GRID)
+    assert done.returncode == 0 and set(complete(project)) == set(RUNS)
+    assert all(' --max_iters 1000 --warmup_ratio 0.05 --bias 1 ' in call + ' ' for call in calls(project))
+    assert ' --warmup_ratio 0.05 --bias 1\n' in (project / 'logs/tiny/plan.txt').read_text()
+    other = run_sweep(project, **GRID)
+    assert other.returncode == 2 and '+args --dataset tinystories --max_iters 1000\n' in other.stderr_text
 
 
 def test_sweep_reports_a_failed_cell_and_goes_on(project):
@@ -1532,6 +1541,9 @@ def test_sweep_refuses_bad_seeds(project, text, words):
     ({'STUDY': 's', 'LRS': '*'}, ('LRS', '*')), ({'STUDY': 's', 'DEPTHS': '2 0'}, ('DEPTHS', '0')),
     ({'STUDY': 's', 'DEPTHS': ' '}, ('DEPTHS', 'empty')), ({'STUDY': 's', 'SEEDS': 'a'}, ('SEEDS', 'a')),
     ({'STUDY': 's', 'MAX_ITERS': '1 2'}, ('MAX_ITERS', '1 2')), ({'JOBS': '0'}, ('JOBS', '0')),
+    ({'ARGS': '--bias 1'}, ('ARGS', 'STUDY=name')), ({'STUDY': 's', 'ARGS': 'bias 1'}, ('ARGS', 'bias 1')),
+    ({'STUDY': 's', 'ARGS': '--bias 1 --lr 1'}, ('ARGS', '--lr is the grid')),
+    ({'STUDY': 's', 'ARGS': '--bias'}, ('ARGS', "'--bias'")), ({'STUDY': 's', 'ARGS': '--bias 1\n2'}, ('ARGS',)),
     ({'SLURM_CPUS_ON_NODE': '4(x2)'}, ('SLURM_CPUS_ON_NODE', '4(x2)')),
     ({'PYTHON': '/nowhere/python'}, ('PYTHON', '/nowhere/python')), ({'PYTHON': 'true'}, ('PYTHON', 'true'))])
 def test_sweep_refuses_bad_environment(project, changes, words):
