@@ -184,20 +184,28 @@ def read_study(folder, allow_mixed=False):
     study = SimpleNamespace(name=folder.absolute().name, folder=folder, planned=bool(plan), left_out=left_out,
                             lrs=plan.get('lrs', lrs), depths=plan.get('depths', depths),
                             seeds=plan.get('seeds', seeds))
-    grid = [(arm, depth, lr, seed) for seed in study.seeds for depth in study.depths
-            for lr in study.lrs for arm in ARMS]
-    for cell in sorted(set(runs) - set(grid)):
+    for cell in sorted(set(runs) - set(grid_of(study))):
         left_out[runs.pop(cell)['name'] + '.csv'] = 'not in the grid of plan.txt'
     if not runs:
         names = ', '.join(f'{name}: {why}' for name, why in list(left_out.items())[:3])
         bad_input(f'{folder} holds no finished log of qkgpt.py' + (f' ({names})' if names else ''))
-    study.runs = {cell: runs[cell] for cell in grid if cell in runs}  # one order, whatever the file system's
-    study.missing = [cell for cell in grid if cell not in runs]
+    fill(study, runs)
     study.begun = [seed for seed in study.seeds if any(cell[3] == seed for cell in runs)]
     study.mixed = mixture(study, plan)
     if study.mixed and not allow_mixed:
         bad_input(f'{folder} mixes logs: {study.mixed}; --allow-mixed analyses them together')
     return study
+
+
+def grid_of(study):
+    return [(arm, depth, lr, seed) for seed in study.seeds for depth in study.depths
+            for lr in study.lrs for arm in ARMS]
+
+
+def fill(study, runs):
+    """Sets what there is and what lacks of the study's grid, in one order, whatever the file system's."""
+    study.runs = {cell: runs[cell] for cell in grid_of(study) if cell in runs}
+    study.missing = [cell for cell in grid_of(study) if cell not in runs]
 
 
 def identity(run):
@@ -728,11 +736,44 @@ def report(study):
     return '\n\n'.join(parts) + '\n\n' + section(study).partition('\n\n')[2]
 
 
-def analyze(folder, allow_mixed=False):
-    """A study with its measures and verdicts."""
-    study = measure(read_study(folder, allow_mixed))
+def judge(study):
+    """Adds measures and verdicts to a study that was read."""
+    measure(study)
     study.verdicts = {'H1': verdict_h1(study), 'H2': verdict_h2(study), 'H3': verdict_h3(study)}
     return study
+
+
+def analyze(folder, allow_mixed=False):
+    return judge(read_study(folder, allow_mixed))
+
+
+def variant_rows(study, variant):
+    """Two rows of numbers: of the study cut down to the variant's grid, and of the variant."""
+    grid = {key: getattr(variant, key) for key in ('lrs', 'depths', 'seeds')}
+    cut = SimpleNamespace(**{**vars(study), **grid})
+    fill(cut, study.runs)
+    settings = [identity(next(iter(s.runs.values()))) for s in (study, variant)]
+    changes = [f'{key} {settings[0].get(key)}, here {value}' for key, value in settings[1].items()
+               if value != settings[0].get(key)]
+    rows = []
+    for s, words in ((judge(cut), 'on the same grid'), (variant, '; '.join(changes))):
+        h1, h2 = s.verdicts['H1']['numbers'], s.verdicts['H2']['numbers']
+        *gaps, gain, ratio = (q['mean'] for q in (*h1.values(), *h2.values()))
+        rows.append([s.name, words, *map(span, (*gaps, gain)), span(exp_summary(ratio), '.3g'),
+                     f"{gain['n']}/{gain['of']}"])
+    return rows
+
+
+def variant_table(study):
+    """The table of the studies named <study>-..., each beside the study itself on the same grid."""
+    folders = sorted(study.folder.absolute().parent.glob(f'{study.name}-*/'))
+    variants = [analyze(folder) for folder in folders]
+    header = ['study', 'setting', "D up to off's best LR", "D above off's max stable LR", 'S(off) - S(on)',
+              'max stable LR, on / off', 'n']
+    grids = [f"{v.name}: LRs {' '.join(f'{lr:g}' for lr in v.lrs)}, depth {' '.join(map(str, v.depths))}"
+             for v in variants]
+    return (f"Other settings ({'; '.join(grids)}), means with 95 % t intervals over seeds", header,
+            [row for v in variants for row in variant_rows(study, v)])
 
 
 # -----------------------------------------------------------------------------
@@ -1168,11 +1209,13 @@ BEGIN, END = '<!-- results:begin -->', '<!-- results:end -->'
 
 
 def with_results(text, study):
-    """README text with coverage, verdicts and the loss at every LR put between the two markers."""
+    """README text with coverage, verdicts, losses and variants of the study put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f'README.md should hold the line {BEGIN} and after it the line {END}, once each')
     paragraphs = [coverage_text(study), *(v['text'] for v in study.verdicts.values())]
-    body = '\n\n'.join([*paragraphs, markdown(*loss_table(study))])
+    variants = variant_table(study)
+    tables = [loss_table(study), *([variants] if variants[2] else [])]
+    body = '\n\n'.join([*paragraphs, '\n'.join(markdown(*table) for table in tables)])
     return text[:text.index(BEGIN) + len(BEGIN)] + '\n' + body + text[text.index(END):]
 
 

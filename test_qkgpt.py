@@ -2322,6 +2322,27 @@ def test_analyze_readme_is_rewritten_and_staleness_is_seen(tmp_path):
     assert analyze.with_results(text, analyze.analyze(folder)) != text
 
 
+def test_analyze_readme_compares_a_variant_with_the_study_on_its_grid(tmp_path):
+    def cell(arm, depth, lr, seed):
+        return dict(loss=3 + lr * (2 - arm) * depth + seed / 99, warmup_ratio=0.3)
+
+    def variant(arm, depth, lr, seed):
+        return dict(loss=3 + lr * (5 - arm) + seed / 99, warmup_ratio=0.05)
+
+    lrs, seeds = [1e-3, 1e-2, 1e-1], (1, 2)
+    folder = write_study(tmp_path / 'cpu', cell, lrs, (2, 4), seeds)
+    plain = analyze.with_results(f'{analyze.BEGIN}\n{analyze.END}', analyze.analyze(folder))
+    assert 'Other settings' not in plain
+    write_study(tmp_path / 'cpu-short', variant, lrs[1:], (4,), seeds)
+    text = analyze.with_results(f'{analyze.BEGIN}\n{analyze.END}', analyze.analyze(folder))
+    assert text.startswith(plain[:plain.index(analyze.END)]) and 'cpu-short: LRs 0.01 0.1, depth 4' in text
+    rows = [line.split(' | ') for line in text.splitlines() if line.startswith('| cpu')]
+    assert [row[0] for row in rows] == ['| cpu', '| cpu-short']
+    assert rows[1][1] == 'warmup_ratio 0.3, here 0.05' and [row[-1] for row in rows] == ['2/2 |'] * 2
+    # S: the mean excess over the best of the two LRs; off has 4 * 0.09 / 2 more in cpu, 0.09 / 2 in the variant
+    assert rows[0][4].startswith('0.180 [') and rows[1][4].startswith('0.045 [')
+
+
 @pytest.mark.skipif(not Path('README.md').exists() or not Path('logs/cpu').exists(), reason='no results yet')
 def test_analyze_the_readme_is_not_stale():
     text = Path('README.md').read_text(encoding='utf-8')
