@@ -11,18 +11,26 @@ Definitions, fixed before the runs (l: final validation loss, l0: that at step 0
 - LR sensitivity S: mean over the LRs of l - l* (Wortsman et al., arXiv 2309.14322, section 2.2); on their
   seven LRs alone, both the mean and l* are taken over the seven.
 - Maximum stable LR: the largest LR such that it and all from the optimum up to it are stable, which means not
-  diverged and l <= l* + delta. One at the grid's edge counts as that edge and is shown as ">=".
+  diverged and l <= l* + delta, 0.5 in the verdicts. One at the grid's edge counts as that edge and is shown
+  as ">=".
 - D = l(off) - l(on). Necessity LR: where D rises above 0.1 for all larger LRs (last upward crossing), or for
   the first time (first), interpolated in log LR. "never": D is not above 0.1 at the largest LR (last) or at
   any (first). "<=": D is above 0.1 from the lowest LR on (last), or at the lowest LR (first).
 - Steps to threshold: first step, interpolated, with validation loss <= l*(off, same depth and seed) + 0.1.
 - Every measure is taken per seed; then come the mean, n and the 95 % paired-t interval over seeds. For LRs
-  all are taken of the logarithm. The mean over depths is formed per seed first, because the depths of one
-  seed share their batches. Where all seeds agree on a grid step the interval has no width.
+  all are taken of the logarithm. The necessity LR of the mean curve is shown beside that mean. The mean over
+  depths is formed per seed first, because the depths of one seed share their batches. Where all seeds agree
+  on a grid step the interval has no width.
 - A mean over fewer seeds than planned says so ("2/3"); where a seed has no number (never, not reached), there
   is no mean. A seed with a missing cell has no measure that needs the whole curve.
-- H1 looks per seed at the LRs up to the off arm's best (included) and at those above its maximum stable LR
-  (delta 0.5). H3 fits one slope per seed; with a "never" or a "<=" among them it is undecided.
+- A hypothesis is decided by 95 % intervals of means over depths, and only if no cell is missing.
+  H1: mean D over the LRs up to the off arm's best (included), and over those above its maximum stable LR.
+  Supported: the first is 0.1 or less, the second above 0.1; contradicted: the second is below 0.1.
+  H2: S(off) - S(on), and ln of the maximum stable LR, on - off. Supported: both above 0; contradicted: one
+  below it.
+  H3: slope of ln necessity LR on ln depth, one fit per seed. Supported: below 0 by both crossings;
+  contradicted: above 0 by both; undecided with a "never" or a "<=" among them.
+- Seeds of the plan that are not begun count as missing, and are not drawn.
 """
 import argparse
 import csv
@@ -40,7 +48,9 @@ import numpy as np
 
 ARMS = {0: 'off', 1: 'on'}
 MARGIN = 0.1  # nats: the difference in loss that counts
-DELTAS = (0.25, 0.5, 1.0)  # nats above l* up to which a cell is stable; the verdicts use 0.5
+DELTAS = (0.25, 0.5, 1.0)  # nats above l* up to which a cell is stable
+DELTA = 0.5  # that of the verdicts and figures
+STABLE = f'max_stable_{DELTA:g}'
 WORTSMAN_LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 EPS = 1e-8  # logs hold nine digits: a smaller difference is rounding, not an answer
 GRID_KEYS = ('qknorm', 'n_layer', 'lr', 'seed')
@@ -49,7 +59,7 @@ MECHANISM = {'max_logit': ('max attention logit', max), 'attn_entropy': ('attent
              'kurtosis': ('activation kurtosis', max), 'log_z': ('log Z of the output', max),
              'sink': ('attention to the first token', max)}
 CELL_VALUES = ('loss', 'perplexity', 'bpb', 'steps', *MECHANISM, *(f'{name}_extreme' for name in MECHANISM))
-CIRCUMSTANCES = ('seconds', 'wall_s', 'train_s', 'tokens_per_s', 'peak_memory_mb')
+TIMES_AND_MEMORY = ('seconds', 'wall_s', 'train_s', 'tokens_per_s', 'peak_memory_mb')
 
 # name: label, format, whether it lives on a log scale, what a value that is no number means
 MEASURES = {
@@ -104,10 +114,12 @@ def read_log(path):
 def check_log(path, header, columns, rows, footer):
     """The second half of read_log: the parts agree with each other, and every field is a number."""
     config, diverged = header['config'], footer['status'] == 'diverged'
-    header['code'], header['data'].items(), header.get('versions', {}).items()  # wanted later: must be there
+    for part in (header['data'], header.get('versions', {})):
+        part.items()  # raises what read_log catches
     if len(set(columns)) < len(columns):
         raise ValueError('damaged: a column stands there twice')
-    name = f"L{config['n_layer']}_lr{config['lr']:g}_qk{config['qknorm']:d}_s{config['seed']}"
+    cell = (int(config['qknorm']), config['n_layer'], float(f"{config['lr']:g}"), config['seed'])
+    name = run_name(cell)
     if header['run'] != name or path.name != name + '.csv':
         raise ValueError(f'its header says it is {name}: a copy, or renamed')
     for number, row in enumerate(rows, start=3):
@@ -130,9 +142,8 @@ def check_log(path, header, columns, rows, footer):
     due = evals | {end} | set(range(0, end + 1, config['log_interval']))
     if set(steps) != due:
         raise ValueError(f'damaged: the row of step {min(due ^ set(steps))} is missing or one too many')
-    cell = (int(config['qknorm']), config['n_layer'], float(f"{config['lr']:g}"), config['seed'])
-    run = {'name': name, 'cell': cell, 'header': header, 'footer': footer, 'rows': rows, 'diverged': diverged,
-           'l0': l0}
+    run = {'name': name, 'cell': cell, 'code': header['code'], 'header': header, 'footer': footer,
+           'rows': rows, 'diverged': diverged, 'l0': l0}
     for column in ('val_loss', 'val_bpb', *MECHANISM):
         if any(s in evals and s != footer['diverged_step'] and not v for s, v in zip(steps, rows[column])):
             raise ValueError(f'damaged: {column} is empty at an evaluation')
@@ -166,6 +177,10 @@ def read_plan(path):
     return plan
 
 
+def run_name(cell):
+    return 'L{1}_lr{2:g}_qk{0}_s{3}'.format(*cell)
+
+
 def read_study(folder, allow_mixed=False):
     """All complete logs of a folder against the grid of its plan.txt; without one, the grid they span."""
     folder = Path(folder)
@@ -190,7 +205,6 @@ def read_study(folder, allow_mixed=False):
         names = ', '.join(f'{name}: {why}' for name, why in list(left_out.items())[:3])
         bad_input(f'{folder} holds no finished log of qkgpt.py' + (f' ({names})' if names else ''))
     fill(study, runs)
-    study.begun = [seed for seed in study.seeds if any(cell[3] == seed for cell in runs)]
     study.mixed = mixture(study, plan)
     if study.mixed and not allow_mixed:
         bad_input(f'{folder} mixes logs: {study.mixed}; --allow-mixed analyses them together')
@@ -206,13 +220,15 @@ def fill(study, runs):
     """Sets what there is and what lacks of the study's grid, in one order, whatever the file system's."""
     study.runs = {cell: runs[cell] for cell in grid_of(study) if cell in runs}
     study.missing = [cell for cell in grid_of(study) if cell not in runs]
+    study.begun = [seed for seed in study.seeds if any(cell[3] == seed for cell in runs)]
+    study.gaps = [cell for cell in study.missing if cell[3] in study.begun]  # what figures mark as missing
 
 
 def identity(run):
     """What must agree within a study, as {field: value}: code, data and all settings but the grid's."""
     settings = {k: v for k, v in run['header']['config'].items() if k not in GRID_KEYS}
     data = {f'data {k}': v for k, v in run['header']['data'].items()}
-    return {'code': run['header']['code'], **data, **settings}
+    return {'code': run['code'], **data, **settings}
 
 
 def mixture(study, plan):
@@ -348,9 +364,9 @@ def cell_values(run, threshold):
     return values
 
 
-def measure_arm(lrs, cells, values):
+def measure_arm(lrs, runs, values):
     """All of MEASURES for one arm, depth and seed, from its runs in order of LR and their cell_values."""
-    loss, diverged = [run['loss'] for run in cells], [run['diverged'] for run in cells]
+    loss, diverged = [run['loss'] for run in runs], [run['diverged'] for run in runs]
     best = optimum(loss, diverged)
     seven = [l for lr, l in zip(lrs, loss) if lr in WORTSMAN_LRS]
     result = {name: values[best][name] for name in ('perplexity', 'bpb', 'steps', *MECHANISM)}
@@ -366,7 +382,7 @@ def measure_pair(lrs, off, on):
     """All of PAIR_MEASURES for one depth and seed, from the runs of both arms in order of LR."""
     loss, diverged = [run['loss'] for run in off], [run['diverged'] for run in off]
     gap = [a - b['loss'] for a, b in zip(loss, on)]
-    low, high = gap[:optimum(loss, diverged) + 1], gap[max_stable(loss, diverged, 0.5) + 1:]
+    low, high = gap[:optimum(loss, diverged) + 1], gap[max_stable(loss, diverged, DELTA) + 1:]
     last, first = necessity(lrs, gap)
     return {'gap': gap, 'gap_low': sum(low) / len(low),
             'gap_high': sum(high) / len(high) if high else math.nan,
@@ -425,10 +441,11 @@ def span(s, fmt='.3f'):
 
 
 def depth_text(q, fmt='.3f', change=lambda s: s):
-    """The mean over depths with its n, then each depth that has one."""
-    shown = {depth: s for depth, s in q['by_depth'].items() if s['mean'] is not None}
-    each = ''.join(f'; depth {depth}: {span(change(s), fmt)}' for depth, s in shown.items())
-    return f"{span(change(q['mean']), fmt)} (n = {q['mean']['n']}{each})"
+    """The mean over depths with its n, then each depth that has one; n/of where seeds are missing."""
+    each = [f'depth {depth}: {span(change(s), fmt)}' + (f" ({s['n']}/{s['of']})" if s['n'] < s['of'] else '')
+            for depth, s in q['by_depth'].items() if s['mean'] is not None]
+    n = f"n = {q['mean']['n']}" + (f"/{q['mean']['of']}" if q['mean']['n'] < q['mean']['of'] else '')
+    return f"{span(change(q['mean']), fmt)} ({'; '.join([n, *each])})"
 
 
 def obstacles(study):
@@ -480,7 +497,7 @@ def verdict_h1(study):
 
 
 def verdict_h2(study):
-    sens, stable = study.arms['sensitivity'], study.arms['max_stable_0.5']
+    sens, stable = study.arms['sensitivity'], study.arms[STABLE]
     s_gain = over_depths({d: subtract(sens[d][0], sens[d][1]) for d in study.depths})
     lr_gain = over_depths({d: subtract(logs(stable[d][1]), logs(stable[d][0])) for d in study.depths})
     reasons = obstacles(study)
@@ -489,7 +506,7 @@ def verdict_h2(study):
         reasons += where_open(study, tops, lambda v: f'no LR of the {ARMS[arm]} arm is stable')
     gains = {'sensitivity': s_gain['mean'], 'maximum stable LR': lr_gain['mean']}
     unclear = [f'the interval of the {what} holds 0' for what, s in gains.items() if not is_above(s, 0)]
-    text = (f'S(off) - S(on) is {depth_text(s_gain)} nats; the maximum stable LR (delta 0.5) with QK-norm is '
+    text = (f'S(off) - S(on) is {depth_text(s_gain)} nats; the maximum stable LR with QK-norm is '
             f"{depth_text(lr_gain, '.3g', exp_summary)} times that without.")
     edge = [f'{name} at depth {d}' for d in study.depths for arm, name in ARMS.items()
             if study.lrs[-1] in stable[d][arm]]
@@ -525,7 +542,7 @@ def verdict_h3(study):
                          for d, v in values.items())
         parts.append(f"{span(slope)} by the {kind} upward crossing (n = {slope['n']}; necessity LR: {each})")
         numbers[f'slope of ln necessity LR on ln depth, {kind} crossing'] = {
-            'mean': slope, 'by_depth': {d: exp_summary(summary(v)) for d, v in values.items()}}
+            'mean': slope, 'necessity_lr_by_depth': {d: exp_summary(summary(v)) for d, v in values.items()}}
         slopes[kind] = slope
     falls, rises = ({kind: test(s, 0) for kind, s in slopes.items()} for test in (is_below, is_above))
     agree = falls['last'] == falls['first'] and rises['last'] == rises['first']
@@ -553,7 +570,9 @@ def measure_text(study, values, fmt, log, words):
 
 def stable_text(study, values):
     """The maximum stable LR as its bracket, ends averaged geometrically; ">=" if a seed is at the edge."""
-    text = measure_text(study, logs(values), *MEASURES['max_stable_0.5'][1:])
+    text = measure_text(study, logs(values), *MEASURES[STABLE][1:])
+    if summary(values)['open']:
+        return text
     if study.lrs[-1] in values:
         return '>= ' + text
     after = [study.lrs[study.lrs.index(v) + 1] for v in values if v in study.lrs]
@@ -598,8 +617,8 @@ def loss_table(study):
                 d = sum(r['diverged'] for r in runs if r)
                 row.append(text + (f', {d} of {len(runs) - runs.count(None)} div.' if d else ''))
         rows.append(row)
-    return ('Final validation loss in nats at every LR, means over seeds; a diverged run (d of n div.) '
-            'counts as l0; (n/N) where cells are missing', header, rows)
+    return ('Final validation loss in nats at every LR, means over seeds; a run that diverged (d of n div.) '
+            'or ended above l0 counts as l0; (n/N) where cells are missing', header, rows)
 
 
 def verdict_table(verdicts):
@@ -704,10 +723,6 @@ def results_of(study):
             'by_lr': by_lr, 'cells': cells, 'provenance': provenance(study)}
 
 
-def run_name(cell):
-    return 'L{1}_lr{2:g}_qk{0}_s{3}'.format(*cell)
-
-
 def plain(value):
     """A value as JSON knows it: keys as text, nine digits, "inf" and "nan" as words (inf: not reached)."""
     if isinstance(value, dict):
@@ -720,7 +735,7 @@ def plain(value):
 
 
 def section(study):
-    """The results in Markdown, for tables.md and the README."""
+    """The results in Markdown, for tables.md and report.md."""
     tables = [verdict_table(study.verdicts), measure_table(study), loss_table(study)]
     return coverage_text(study) + '\n\n' + '\n'.join(markdown(*t) for t in tables)
 
@@ -830,7 +845,7 @@ def legend_entries(study, diverged='diverged run', **line):
     entries = {f'QK-norm {name}': {**ARM_STYLES[arm], **line} for arm, name in ARMS.items()}
     if diverged and any(run['diverged'] for run in study.runs.values()):
         entries[diverged] = {**EVENT, 'marker': '^'}
-    if any(cell[3] in study.begun for cell in study.missing):
+    if study.gaps:
         entries['missing run'] = {**EVENT, 'marker': 'X'}
     return entries
 
@@ -911,7 +926,7 @@ def save_cells(study, fig, figure_name, names):
         status = 'missing' if run is None else 'diverged' if run['diverged'] else 'ok'
         values = study.values.get(cell, {})
         rows.append([cell[1], cell[2], ARMS[cell[0]], cell[3], status, *(values.get(name) for name in names)])
-    save(study, fig, figure_name, ['depth', 'lr', 'qknorm', 'seed', 'status', *names], rows)
+    save(study, fig, figure_name, ['depth', 'lr', 'arm', 'seed', 'status', *names], rows)
 
 
 def lr_columns(study, arm, depth, name):
@@ -928,11 +943,12 @@ def figure_loss(study):
     fig, axes = new_figure(PAGE, 2.5, 1, len(study.depths), sharex=True, sharey=True)
     l0 = float(np.median([run['l0'] for run in study.runs.values()]))
     low = min(run['loss'] for run in study.runs.values())
-    entries = legend_entries(study, diverged := r'diverged run (counts as $\ell_0$)')
+    mark = r'diverged run (counts as $\ell_0$)'
+    entries = legend_entries(study, mark)
     unit = (l0 - low) / 100  # about one point on paper; stacks need room beyond the data
     room = 5 * len(study.begun)
     axes[0, 0].set_ylim(low - (7 + (5 + room) * ('missing run' in entries)) * unit,
-                        l0 + (6 + room * (diverged in entries)) * unit)
+                        l0 + (6 + room * (mark in entries)) * unit)
     for ax, depth in zip(axes[0], study.depths):
         ax.set_xscale('log')
         ax.axhline(l0, **GUIDE)
@@ -954,7 +970,7 @@ def figure_sensitivity(study):
     """Fig. 2: LR sensitivity and maximum stable LR against depth."""
     fig, axes = new_figure(COLUMN, 2.2, 1, 2)
     names = {'sensitivity': 'learning-rate sensitivity (nats)',
-             'max_stable_0.5': 'maximum stable learning rate'}
+             STABLE: 'maximum stable learning rate'}
     for ax, (name, label) in zip(axes[0], names.items()):
         shown = []
         for arm, style in ARM_STYLES.items():
@@ -979,7 +995,7 @@ def figure_sensitivity(study):
     legend(fig, legend_entries(study, diverged=None))
     rows = [[d, ARMS[arm], seed, *(study.arms[name][d][arm][k] for name in names)]
             for d in study.depths for arm in ARMS for k, seed in enumerate(study.seeds)]
-    save(study, fig, 'fig2_sensitivity', ['depth', 'qknorm', 'seed', 'lr_sensitivity', 'max_stable_lr'], rows)
+    save(study, fig, 'fig2_sensitivity', ['depth', 'arm', 'seed', 'lr_sensitivity', 'max_stable_lr'], rows)
 
 
 def figure_necessity(study):
@@ -1029,7 +1045,7 @@ def figure_mechanism(study):
     for row, (name, label) in zip(axes, labels.items()):
         for ax, depth in zip(row, study.depths):
             ax.set_xscale('log')
-            ax.margins(y=0.3 if study.missing else 0.08)  # missing runs are marked at the lower end
+            ax.margins(y=0.3 if study.gaps else 0.08)  # missing runs are marked at the lower end
             for arm, style in ARM_STYLES.items():
                 columns, diverged = lr_columns(study, arm, depth, name)
                 ends = [[None if (i, k) in diverged else v for k, v in enumerate(column)]
@@ -1064,7 +1080,7 @@ def figure_mechanism(study):
 def curve_lrs(study, depth):
     """For Fig. 5, {what: LR}: the off arm's best by its mean loss, and the lowest above its maximum stable LR
     in every seed (the largest LR if there is none). Empty where no seed has the whole curve."""
-    tops = [v for v in study.arms['max_stable_0.5'][depth][0] if v is not None]
+    tops = [v for v in study.arms[STABLE][depth][0] if v is not None]
     whole = [seed for seed, v in zip(study.seeds, study.arms['best_loss'][depth][0]) if v is not None]
     if not whole:
         return {}
@@ -1101,7 +1117,7 @@ def figure_curves(study):
     entries = legend_entries(study, 'diverged run (last evaluation)', marker='')
     entries.pop('missing run', None)
     legend(fig, {**entries, r'loss at initialisation, $\ell_0$': GUIDE})
-    save(study, fig, 'fig5_curves', ['depth', 'lr', 'qknorm', 'seed', 'step', 'val_loss'], rows)
+    save(study, fig, 'fig5_curves', ['depth', 'lr', 'arm', 'seed', 'step', 'val_loss'], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -1130,12 +1146,12 @@ def write_study(study):
 
 
 def suggest(study):
-    """Bisects, in log LR, the brackets of the maximum stable LR (delta 0.5) and of both necessity crossings.
+    """Bisects, in log LR, the brackets of the maximum stable LR and of both necessity crossings.
     The line holds the old LRs too, so that the plan of the study is extended rather than replaced."""
     brackets = {}
     for depth in study.depths:
         for arm in ARMS:
-            for lr in study.arms['max_stable_0.5'][depth][arm]:
+            for lr in study.arms[STABLE][depth][arm]:
                 if lr and lr < study.lrs[-1]:
                     reason = f'maximum stable LR, {ARMS[arm]}, depth {depth}'
                     brackets.setdefault(study.lrs.index(lr), Counter())[reason] += 1
@@ -1162,12 +1178,12 @@ def differences(a, b):
     found = {}
     for column, fields in a['rows'].items():
         others = b['rows'].get(column, [])
-        if column not in CIRCUMSTANCES and fields != others:
+        if column not in TIMES_AND_MEMORY and fields != others:
             pairs = [(float(x or 'nan'), float(y or 'nan')) for x, y in zip(fields, others) if x != y]
             sizes = [abs(x - y) / (max(abs(x), abs(y)) or 1) for x, y in pairs]
             found[column] = max((s for s in sizes if math.isfinite(s)), default=0.0)
     for key in sorted(set(a['footer']) | set(b['footer'])):
-        if key not in CIRCUMSTANCES and a['footer'].get(key) != b['footer'].get(key):
+        if key not in TIMES_AND_MEMORY and a['footer'].get(key) != b['footer'].get(key):
             found['closing line, ' + key] = 0.0
     return found
 

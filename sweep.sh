@@ -15,15 +15,15 @@ usage: bash sweep.sh [quick|cpu|paper] [option]        (default: paper)
   paper    tinystories, 10 to 15M parameters: a MacBook, a GPU or a cluster
 
   --list       print the command of every cell, one a line (to be run in this folder), and do nothing else
-  --dry-run    print the plan with a time estimate measured on this machine; train nothing
+  --dry-run    install and prepare what is missing; print the plan and the time it would take here
   --cell N     run the N-th command of --list alone; a Slurm array task does so by itself
   --help       print this text
 
 environment:
-  LRS DEPTHS SEEDS MAX_ITERS DEVICE    another grid, e.g. SEEDS="1337 1338"; needs STUDY
+  LRS DEPTHS SEEDS MAX_ITERS DEVICE    another grid, length or device, e.g. SEEDS="1337 1338"; needs STUDY
   ARGS=flags     more flags of qkgpt.py for every cell, e.g. ARGS="--warmup_ratio 0.05"; needs STUDY
   STUDY=name     keep the logs in logs/name; a larger grid under a name that is there extends that study
-  JOBS=n         cells at once, the cores shared out among them (default: one a core on the CPU, 1 elsewhere)
+  JOBS=n         cells at once, sharing the cores (default: one a core on the CPU; 1 elsewhere and for --cell)
   PYTHON=path    the Python to use, 3.11 or newer
 
 A stopped sweep goes on with the same command: finished cells are kept, a cut one starts again.
@@ -82,9 +82,9 @@ apply_environment() {
 
 check_flags() {    # qkgpt.py checks names and values
     local flags='^(--[a-z][a-z0-9_]*[ =][^[:space:]]+( |$))*$'
-    local grid='--(qknorm|n_layer|lr|seed|max_iters|device|threads|out_dir|overwrite)[ =]'
+    local ours='qknorm|n_layer|lr|seed|max_iters|device|threads|out_dir|overwrite|prepare|dry_run|selftest'
     [[ $1 =~ $flags ]] || fail "ARGS: '$1' is not a list of flags, each with its value"
-    [[ ! $1 =~ $grid ]] || fail "ARGS: '$1': --${BASH_REMATCH[1]} is the grid's"
+    [[ ! $1 =~ --($ours)[\ =] ]] || fail "ARGS: '$1': --${BASH_REMATCH[1]} is set by the sweep"
 }
 
 # checked NAME PATTERN WHAT VALUES: the values, learning rates in the form that they have in the logs' names.
@@ -238,7 +238,7 @@ contains() {    # contains "a b c" "b c": every word of the second, at least one
     done
 }
 
-keep_plan() {    # a plan that is kept also says that its code passed the self-test on its device
+keep_plan() {    # a plan that is kept off the CPU also says that its code passed the self-test on its device
     local words
     if [ ! -e "$dir/plan.txt" ] && [ "$device" != cpu ]; then
         read -r -a words <<< "$args --n_layer ${depths##* } --device $device"
@@ -246,8 +246,10 @@ keep_plan() {    # a plan that is kept also says that its code passed the self-t
     fi
     mkdir -p "$dir" 2> /dev/null || true
     [[ -d $dir && -w $dir ]] || fail "$dir is not a folder that can be written"
-    plan > "$dir/plan.txt.new"
-    mv "$dir/plan.txt.new" "$dir/plan.txt"
+    if ! plan | cmp -s - "$dir/plan.txt"; then    # cells may start together: only the first one writes
+        plan > "$dir/plan.txt.new"
+        mv "$dir/plan.txt.new" "$dir/plan.txt"
+    fi
     exec 9>&-    # others may set up now
 }
 
@@ -282,7 +284,7 @@ measured_times() {    # the same from a few timed steps at each depth
     for depth in $depths; do
         read -r -a words <<< "$(cell_args - "${seeds%% *}" "$depth" "${lrs%% *}" 1)"
         "$python" "${words[@]}" --dry_run 1 | tail -n 1 |
-            sed "s/.*\"estimated_s\": *\([0-9.]*\).*/took $depth \1/"
+            sed "s/.*\"estimated_s\": *\([0-9.]*\).*/took $depth \1/" || return
     done
 }
 
@@ -327,24 +329,24 @@ outcome() {
 }
 
 run_cell() {    # run_cell run seed depth lr arm
-    local words output status=0 outcome total pending
+    local words output status=0 told total pending
     [ ! -e "$dir/$1.csv" ] || return 0
     read -r -a words <<< "$(cell_args "$@")"
     output=$("$python" "${words[@]}" 2>&1 | tr -d '\000') || status=$?    # a story of bytes may hold a NUL
     if [ -e "$dir/$1.csv" ]; then
-        outcome=$(outcome "$1")
+        told=$(outcome "$1")
     elif [ "$status" -eq 3 ]; then
         return 0    # another sweep is at it
     else
         [ "$status" -le 128 ] || output="$output"$'\n'"killed by signal $((status - 128))"
         : > "$dir/$1.err"
         printf '%s\n' "$output" 2> /dev/null > "$dir/$1.err" || true    # a full disk: the line below tells
-        outcome="FAILED with exit status $status: $(tail -n 1 <<< "$output")"
+        told="FAILED with exit status $status: $(tail -n 1 <<< "$output")"
     fi
     total=$(cells | count)
     pending=$(unfinished err)
     echo "[$((total - $(grep -c . <<< "$pending")))/$total," \
-        "eta $({ echo "$pending"; finished_times; } | time_left)] $1 $outcome"
+        "eta $({ echo "$pending"; finished_times; } | time_left)] $1 $told"
 }
 
 # The cells run in a process group of their own, so that they can be killed together: by stop, or by the watch
@@ -402,11 +404,7 @@ run_grid() {
 
 report() {
     local file status=0
-    if "$python" analyze.py "$dir"; then
-        echo "figures: $dir/figures   tables: $dir/tables.md, $dir/tables.tex   report: $dir/report.md"
-    else
-        status=1
-    fi
+    "$python" analyze.py "$dir" || status=1
     for file in "$dir"/L*.err; do
         [ -e "$file" ] || continue
         echo "failed: $file: $(tail -n 1 "$file" | grep . || echo "a full disk? its line above tells")" >&2
@@ -463,8 +461,10 @@ sweep() {
 }
 
 dry_run() {
+    local times
     setup
-    print_plan "$(measured_times)"
+    times=$(measured_times)
+    print_plan "$times"
 }
 
 main() {
@@ -494,13 +494,8 @@ main() {
     define_study
     apply_environment
     find_python
-    case $action in
-        list) list ;;
-        dry_run) dry_run ;;
-        one_cell) one_cell "$cell" ;;
-        sweep) sweep ;;
-    esac
+    "$action" "$cell"
 }
 
 main "$@"
-exit
+exit    # bash reads no further, should this file be edited during a run

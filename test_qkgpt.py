@@ -1181,6 +1181,7 @@ if "prepare" in flags:
 if "selftest" in flags:
     sys.exit(os.environ.get("SELFTEST"))
 if "dry_run" in flags:
+    "UNTIMED" in os.environ and sys.exit("no time")
     sys.exit(print(json.dumps({"estimated_s": 100 * int(flags["n_layer"])})))
 run = "L{n_layer}_lr{0:g}_qk{qknorm}_s{seed}".format(float(flags["lr"]), **flags)
 log = flags["out_dir"] + "/" + run + ".csv"
@@ -1302,7 +1303,7 @@ def test_sweep_trains_the_grid_analyses_it_and_keeps_the_plan(project):
     assert set(complete(project)) == set(RUNS)
     assert re.search(rf'\[16/16, eta 0s\] \S+ ok val 1.250 60 s', done.stdout_text)
     assert re.search(rf'{RUNS[1]} diverged at step 7 60 s', done.stdout_text)
-    assert 'analyzed logs/tiny\n' in done.stdout_text and 'logs/tiny/figures' in done.stdout_text
+    assert 'analyzed logs/tiny\n' in done.stdout_text
     plan = dict(line.split(' ', 1) for line in (project / 'logs/tiny/plan.txt').read_text().splitlines())
     assert list(plan) == 'study lrs depths seeds arms args device threads code data'.split()
     assert (plan['study'], plan['lrs'], plan['depths'], plan['seeds'], plan['arms']) == (
@@ -1385,6 +1386,20 @@ def test_sweep_gives_every_cell_more_flags(project):
     assert ' --warmup_ratio 0.05 --bias 1\n' in (project / 'logs/tiny/plan.txt').read_text()
     other = run_sweep(project, **GRID)
     assert other.returncode == 2 and '+args --dataset tinystories --max_iters 1000\n' in other.stderr_text
+
+
+def test_sweep_leaves_the_same_plan_alone(project):
+    run_sweep(project, '--cell', '1', **GRID)  # cells of a cluster start together, and would race to write it
+    before = (project / 'logs/tiny/plan.txt').stat()
+    starts = [start_sweep(project, '--cell', str(n), **GRID) for n in range(2, 8)]
+    for start in starts:
+        assert start.communicate(timeout=60) and start.returncode == 0
+    after = (project / 'logs/tiny/plan.txt').stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_sweep_dry_run_fails_with_its_timing(project):
+    assert run_sweep(project, '--dry-run', UNTIMED='1', **GRID).returncode == 1
 
 
 def test_sweep_reports_a_failed_cell_and_goes_on(project):
@@ -1542,7 +1557,8 @@ def test_sweep_refuses_bad_seeds(project, text, words):
     ({'STUDY': 's', 'DEPTHS': ' '}, ('DEPTHS', 'empty')), ({'STUDY': 's', 'SEEDS': 'a'}, ('SEEDS', 'a')),
     ({'STUDY': 's', 'MAX_ITERS': '1 2'}, ('MAX_ITERS', '1 2')), ({'JOBS': '0'}, ('JOBS', '0')),
     ({'ARGS': '--bias 1'}, ('ARGS', 'STUDY=name')), ({'STUDY': 's', 'ARGS': 'bias 1'}, ('ARGS', 'bias 1')),
-    ({'STUDY': 's', 'ARGS': '--bias 1 --lr 1'}, ('ARGS', '--lr is the grid')),
+    ({'STUDY': 's', 'ARGS': '--bias 1 --lr 1'}, ('ARGS', '--lr is set by the sweep')),
+    ({'STUDY': 's', 'ARGS': '--dry_run=1'}, ('ARGS', '--dry_run is set by the sweep')),
     ({'STUDY': 's', 'ARGS': '--bias'}, ('ARGS', "'--bias'")), ({'STUDY': 's', 'ARGS': '--bias 1\n2'}, ('ARGS',)),
     ({'SLURM_CPUS_ON_NODE': '4(x2)'}, ('SLURM_CPUS_ON_NODE', '4(x2)')),
     ({'PYTHON': '/nowhere/python'}, ('PYTHON', '/nowhere/python')), ({'PYTHON': 'true'}, ('PYTHON', 'true'))])
@@ -1892,6 +1908,14 @@ def test_analyze_necessity_of_the_mean_curve():
     assert analyze.mean_necessity(study, 4) == (None, None)
 
 
+def test_analyze_brackets_of_the_maximum_stable_lr():
+    study = SimpleNamespace(lrs=[1e-2, 4e-2, 1e-1])
+    for values, text in (([1e-2, 1e-2], '0.01 to 0.04'), ([1e-2, 4e-2], '0.02 to 0.0632'), ([1e-1], '>= 0.1'),
+                         ([1e-2, math.nan], 'no stable LR in 1 of 2'), ([1e-1, math.nan], 'no stable LR in 1 of 2'),
+                         ([1e-2, None], '0.01 (1/2) to 0.04')):
+        assert analyze.stable_text(study, values) == text
+
+
 def test_analyze_latex_escapes():
     text = analyze.latex('50 % of l_0', ['a & b', 'n'], [['<= 0.1 [-0.2, 3]', '>= 2']])
     assert r'50 \% of l\_0' in text and r'a \& b & n \\' in text
@@ -2073,6 +2097,8 @@ def test_analyze_one_seed_or_a_missing_cell_decide_nothing():
     assert study.arms['sensitivity'][4][0][1] is None and study.arms['sensitivity'][4][1][1] is not None
     low = verdicts[0]['numbers']["D up to off's best LR"]
     assert low['by_depth'][4]['n'] == 2 and low['by_depth'][2]['n'] == 3 and low['mean']['n'] == 2
+    means = verdicts[0]['text'].partition('up to the off')[0]
+    assert '(n = 2/3; depth 2: ' in means and means.count('] (2/3)') == 1 and '; depth 8: ' in means
 
 
 # ---- reading
@@ -2217,7 +2243,7 @@ def test_analyze_writes_a_whole_study(study_folder):
         if line.endswith(r' \\'):
             assert not re.search(r'(?<!\\)[%&_#]|<=|>=', line.replace(' & ', ''))
     rows = [line.split(',') for line in (folder / 'figures/fig1_loss.csv').read_text().splitlines()]
-    assert rows[0][:5] == ['depth', 'lr', 'qknorm', 'seed', 'status'] and len(rows) == 235
+    assert rows[0][:5] == ['depth', 'lr', 'arm', 'seed', 'status'] and len(rows) == 235
 
 
 def test_analyze_is_byte_identical_on_every_run(study_folder, tmp_path):

@@ -29,7 +29,8 @@ import qkgpt
 
 NANOGPT = Path(os.environ.get('NANOGPT', 'nanoGPT'))
 SIZES = {
-    'cpu study, 4 layers': dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=2048, batch_size=16),
+    'cpu study, 4 layers': dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=2048, batch_size=16,
+                                eval_interval=50),
     'paper cell, batch 4 of 64': dict(n_layer=8, n_head=5, n_embd=320, block_size=256, vocab_size=8192, batch_size=4),
 }
 
@@ -99,14 +100,14 @@ def bench_step(name, size, stock, rounds):
           f'| {100 * share:.0f} % of the matrix product rate')
     model = models['qknorm 1']
     probe_s = statistics.median(timed(lambda: qkgpt.probe(model, x)) for _ in range(3))
-    interval = {4: 50, 8: 100}[cfg.n_layer] * (1 if cfg.n_layer == 4 else 16)  # in steps of this batch
-    print(f'{name}: the probes of one evaluation take {100 * probe_s / (interval * statistics.median(seconds["qknorm 1"])):.2f} '
-          f'% of the training between two')
+    between_s = cfg.eval_interval * statistics.median(seconds['qknorm 1'])
+    print(f'{name}: the probes of one evaluation take {100 * probe_s / between_s:.2f} % of the training between two')
 
 
 def bench_runs(rounds):
     """Whole processes, imports included, with the same 101 updates (stock's max_iters 100) and five evaluations.
-    Stock's are of 20 batches of train and 20 of val; ours are of val alone, with the probes."""
+    Stock's are of 20 batches of train and 20 of val, and it saves a checkpoint when val improves; ours are of val alone,
+    with the probes, and it hashes its data and prints a sample."""
     with tempfile.TemporaryDirectory() as tmp:
         home = Path(tmp) / 'nanoGPT'
         shutil.copytree(NANOGPT, home, ignore=shutil.ignore_patterns('.git', 'assets'))
