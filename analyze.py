@@ -442,7 +442,8 @@ def span(s, fmt='.3f'):
 
 def depth_text(q, fmt='.3f', change=lambda s: s):
     """The mean over depths with its n, then each depth that has one; n/of where seeds are missing."""
-    each = [f'depth {depth}: {span(change(s), fmt)}' + (f" ({s['n']}/{s['of']})" if s['n'] < s['of'] else '')
+    each = [f'depth {depth}: {span(change(s), fmt)}'
+            + (f" ({s['n']}/{s['of']})" if s['n'] != q['mean']['n'] else '')
             for depth, s in q['by_depth'].items() if s['mean'] is not None]
     n = f"n = {q['mean']['n']}" + (f"/{q['mean']['of']}" if q['mean']['n'] < q['mean']['of'] else '')
     return f"{span(change(q['mean']), fmt)} ({'; '.join([n, *each])})"
@@ -1225,13 +1226,12 @@ BEGIN, END = '<!-- results:begin -->', '<!-- results:end -->'
 
 
 def with_results(text, study):
-    """README text with coverage, verdicts, losses and variants of the study put between the two markers."""
+    """README text with coverage, verdicts and variants of the study put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f'README.md should hold the line {BEGIN} and after it the line {END}, once each')
     paragraphs = [coverage_text(study), *(v['text'] for v in study.verdicts.values())]
     variants = variant_table(study)
-    tables = [loss_table(study), *([variants] if variants[2] else [])]
-    body = '\n\n'.join([*paragraphs, '\n'.join(markdown(*table) for table in tables)])
+    body = '\n\n'.join([*paragraphs, markdown(*variants) if variants[2] else ''])
     return text[:text.index(BEGIN) + len(BEGIN)] + '\n' + body + text[text.index(END):]
 
 

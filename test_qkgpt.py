@@ -2123,7 +2123,7 @@ def test_analyze_one_seed_or_a_missing_cell_decide_nothing():
     low = verdicts[0]['numbers']["D up to off's best LR"]
     assert low['by_depth'][4]['n'] == 2 and low['by_depth'][2]['n'] == 3 and low['mean']['n'] == 2
     means = verdicts[0]['text'].partition('up to the off')[0]
-    assert '(n = 2/3; depth 2: ' in means and means.count('] (2/3)') == 1 and '; depth 8: ' in means
+    assert '(n = 2/3; depth 2: ' in means and means.count('] (3/3)') == 2 and '; depth 4: ' in means
 
 
 # ---- reading
