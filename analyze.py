@@ -783,7 +783,7 @@ def variant_rows(study, variant):
 def variant_table(study):
     """The table of the studies named <study>-..., each beside the study itself on the same grid."""
     folders = sorted(study.folder.absolute().parent.glob(f'{study.name}-*/'))
-    variants = [analyze(folder) for folder in folders]
+    variants = [analyze(folder) for folder in folders if any(folder.glob('*.csv'))]
     header = ['study', 'setting', "D up to off's best LR", "D above off's max stable LR", 'S(off) - S(on)',
               'max stable LR, on / off', 'n']
     grids = [f"{v.name}: LRs {' '.join(f'{lr:g}' for lr in v.lrs)}, depth {' '.join(map(str, v.depths))}"
@@ -1236,7 +1236,8 @@ def with_results(text, study):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description='From the logs of a study to its figures and verdicts.')
+    parser = argparse.ArgumentParser(description='From the logs of a study to its figures and verdicts.',
+                                     allow_abbrev=False)
     parser.error = bad_input
     parser.add_argument('study', nargs='?', help='folder of logs, such as logs/cpu')
     parser.add_argument('--allow-mixed', action='store_true',

@@ -81,9 +81,9 @@ apply_environment() {
 }
 
 check_flags() {    # qkgpt.py checks names and values
-    local flags='^(--[a-z][a-z0-9_]*[ =][^[:space:]]+( |$))*$'
+    local flags='^(--[a-z][a-z0-9_]*[ =][A-Za-z0-9./][A-Za-z0-9._/+-]*( |$))*$'
     local ours='qknorm|n_layer|lr|seed|max_iters|device|threads|out_dir|overwrite|prepare|dry_run|selftest'
-    [[ $1 =~ $flags ]] || fail "ARGS: '$1' is not a list of flags, each with its value"
+    [[ $1 =~ $flags ]] || fail "ARGS: '$1' is not a list of flags with plain values, one space between words"
     [[ ! $1 =~ --($ours)[\ =] ]] || fail "ARGS: '$1': --${BASH_REMATCH[1]} is set by the sweep"
 }
 
@@ -215,11 +215,10 @@ plan() {
 
 # A study has one code, data, device and settings: a second start may add cells to its grid, and nothing else.
 check_plan() {
-    local difference key value kept
+    local key value kept
     [ -e "$dir/plan.txt" ] || return 0
-    difference=$(plan | diff -u "$dir/plan.txt" - | grep '^[-+][a-z]') || true    # diff's status is 1 for one
-    [ -n "$difference" ] || return 0
-    printf '%s\n' "$difference" >&2
+    ! plan | cmp -s - "$dir/plan.txt" || return 0
+    plan | diff -u "$dir/plan.txt" - | grep '^[-+][a-z]' >&2 || true    # diff's status is 1
     while read -r key value; do
         kept=$(sed -n "s/^$key //p" "$dir/plan.txt")
         case $key in
@@ -230,9 +229,9 @@ check_plan() {
     echo "the grid of $dir/plan.txt is extended as above"
 }
 
-contains() {    # contains "a b c" "b c": every word of the second, at least one, is one of the first
+contains() {    # contains "a b c" "b c": every word of the second, which is one line, is one of the first
     local word
-    [ -n "$2" ] || return 1
+    [[ -n $2 && $2 != *$'\n'* ]] || return 1
     for word in $2; do
         case " $1 " in *" $word "*) ;; *) return 1 ;; esac
     done
@@ -263,7 +262,9 @@ share_cores() {
     esac
     threads=$((jobs < cores ? cores / jobs : 1))
     if [ -e "$dir/plan.txt" ]; then    # the number of threads decides the last digits: one for all of a study
+        [ -f "$dir/plan.txt" ] || fail "$dir/plan.txt is not a file"
         threads=$(sed -n 's/^threads //p' "$dir/plan.txt" | grep . || echo "$threads")
+        [[ $threads =~ ^[1-9][0-9]{0,3}$ ]] || fail "$dir/plan.txt: threads '$threads' is no count"
     fi
 }
 

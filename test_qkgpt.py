@@ -1402,6 +1402,10 @@ def test_sweep_refuses_another_plan_and_extends_a_grid(project):
         plan.write_text(''.join(line for line in whole.splitlines(True) if not re.fullmatch(lost, line.strip())))
         assert run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1'}).returncode == 2
         plan.write_text(whole)
+    for damaged in (b'\0\xff' * 99, whole.encode() + b'lrs 0.1\n', whole.replace('threads ', 'threads x').encode()):
+        plan.write_bytes(damaged)
+        assert run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1'}).returncode == 2
+        assert plan.read_bytes() == damaged
 
 
 def test_sweep_gives_every_cell_more_flags(project):
@@ -1583,6 +1587,7 @@ def test_sweep_refuses_bad_seeds(project, text, words):
     ({'STUDY': 's', 'MAX_ITERS': '1 2'}, ('MAX_ITERS', '1 2')), ({'JOBS': '0'}, ('JOBS', '0')),
     ({'ARGS': '--bias 1'}, ('ARGS', 'STUDY=name')), ({'STUDY': 's', 'ARGS': 'bias 1'}, ('ARGS', 'bias 1')),
     ({'STUDY': 's', 'ARGS': '--bias 1 --lr 1'}, ('ARGS', '--lr is set by the sweep')),
+    ({'STUDY': 's', 'ARGS': '--dataset "x"'}, ('ARGS', '--dataset "x"')),
     ({'STUDY': 's', 'ARGS': '--dry_run=1'}, ('ARGS', '--dry_run is set by the sweep')),
     ({'STUDY': 's', 'ARGS': '--bias'}, ('ARGS', "'--bias'")), ({'STUDY': 's', 'ARGS': '--bias 1\n2'}, ('ARGS',)),
     ({'SLURM_CPUS_ON_NODE': '4(x2)'}, ('SLURM_CPUS_ON_NODE', '4(x2)')),
@@ -2384,6 +2389,7 @@ def test_analyze_readme_compares_a_variant_with_the_study_on_its_grid(tmp_path):
     folder = write_study(tmp_path / 'cpu', cell, lrs, (2, 4), seeds)
     plain = analyze.with_results(f'{analyze.BEGIN}\n{analyze.END}', analyze.analyze(folder))
     assert 'Other settings' not in plain
+    (tmp_path / 'cpu-begun').mkdir()  # has no finished run yet
     write_study(tmp_path / 'cpu-short', variant, lrs[1:], (4,), seeds)
     text = analyze.with_results(f'{analyze.BEGIN}\n{analyze.END}', analyze.analyze(folder))
     assert text.startswith(plain[:plain.index(analyze.END)]) and 'cpu-short: LRs 0.01 0.1, depth 4' in text
