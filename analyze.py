@@ -111,11 +111,24 @@ def read_log(path):
         raise ValueError('not a log of qkgpt.py: header or closing line has another form') from None
 
 
+def identity(header):
+    """What must agree within a study, as {field: value}: code, data and all settings but the grid's."""
+    settings = {k: v for k, v in header['config'].items() if k not in GRID_KEYS}
+    data = {f'data {k}': v for k, v in header['data'].items()}
+    return {'code': header['code'], **data, **settings}
+
+
+def origin(header):
+    """Where a run comes from, as {field: value}."""
+    fields = {key: header.get(key) for key in ('code', 'git', 'processor', 'threads', 'dtype')}
+    versions = ', '.join(f'{k} {v}' for k, v in header.get('versions', {}).items())
+    return {**fields, 'device': header['config'].get('device'), 'data': header['data'].get('sha256'),
+            'versions': versions}
+
+
 def check_log(path, header, columns, rows, footer):
     """The second half of read_log: the parts agree with each other, and every field is a number."""
     config, diverged = header['config'], footer['status'] == 'diverged'
-    for part in (header['data'], header.get('versions', {})):
-        part.items()  # raises what read_log catches
     if len(set(columns)) < len(columns):
         raise ValueError('damaged: a column stands there twice')
     cell = (int(config['qknorm']), config['n_layer'], float(f"{config['lr']:g}"), config['seed'])
@@ -142,8 +155,8 @@ def check_log(path, header, columns, rows, footer):
     due = evals | {end} | set(range(0, end + 1, config['log_interval']))
     if set(steps) != due:
         raise ValueError(f'damaged: the row of step {min(due ^ set(steps))} is missing or one too many')
-    run = {'name': name, 'cell': cell, 'code': header['code'], 'header': header, 'footer': footer,
-           'rows': rows, 'diverged': diverged, 'l0': l0}
+    run = {'name': name, 'cell': cell, 'identity': identity(header), 'origin': origin(header),
+           'footer': footer, 'config': config, 'rows': rows, 'diverged': diverged, 'l0': l0}
     for column in ('val_loss', 'val_bpb', *MECHANISM):
         if any(s in evals and s != footer['diverged_step'] and not v for s, v in zip(steps, rows[column])):
             raise ValueError(f'damaged: {column} is empty at an evaluation')
@@ -224,16 +237,9 @@ def fill(study, runs):
     study.gaps = [cell for cell in study.missing if cell[3] in study.begun]  # what figures mark as missing
 
 
-def identity(run):
-    """What must agree within a study, as {field: value}: code, data and all settings but the grid's."""
-    settings = {k: v for k, v in run['header']['config'].items() if k not in GRID_KEYS}
-    data = {f'data {k}': v for k, v in run['header']['data'].items()}
-    return {'code': run['code'], **data, **settings}
-
-
 def mixture(study, plan):
     """Names the fields in which the logs differ, with how many of each; empty if they agree."""
-    voices = [identity(run) for run in study.runs.values()]
+    voices = [run['identity'] for run in study.runs.values()]
     wanted = {'code': plan.get('code'), 'data sha256': plan.get('data')}
     parts = []
     for field in sorted(set().union(*voices)):
@@ -684,11 +690,7 @@ def provenance(study):
     """Where the numbers come from, with the count of runs of each value."""
     seen = {}
     for run in study.runs.values():
-        header = run['header']
-        fields = {key: header.get(key) for key in ('code', 'git', 'processor', 'threads', 'dtype')}
-        fields.update(device=header['config'].get('device'), data=header['data'].get('sha256'),
-                      versions=', '.join(f'{k} {v}' for k, v in header.get('versions', {}).items()))
-        for key, value in fields.items():
+        for key, value in run['origin'].items():
             seen.setdefault(key, Counter())[str(value)] += 1
     return {key: dict(sorted(count.items())) for key, count in seen.items()}
 
@@ -768,7 +770,7 @@ def variant_rows(study, variant):
     grid = {key: getattr(variant, key) for key in ('lrs', 'depths', 'seeds')}
     cut = SimpleNamespace(**{**vars(study), **grid})
     fill(cut, study.runs)
-    settings = [identity(next(iter(s.runs.values()))) for s in (study, variant)]
+    settings = [next(iter(s.runs.values()))['identity'] for s in (study, variant)]
     changes = [f'{key} {settings[0].get(key)}, here {value}' for key, value in settings[1].items()
                if value != settings[0].get(key)]
     rows = []
@@ -1060,7 +1062,7 @@ def figure_mechanism(study):
     for ax in axes[0]:
         ax.set_yscale('log')
         ax.axhline(1e4, **GUIDE)
-    sizes = {run['header']['config']['block_size'] for run in study.runs.values()}
+    sizes = {run['config']['block_size'] for run in study.runs.values()}
     for ax in axes[1]:
         ax.axhline(np.mean(np.log(np.arange(2, max(sizes) + 1))), **GUIDE)  # the mean of ln t over t >= 2
     for ax in axes[2]:
@@ -1200,7 +1202,7 @@ def compare(one, two):
           f'{len(two.runs) - len(both)} only in {two.folder}')
     settings = Counter()
     for cell in both:
-        a, b = identity(one.runs[cell]), identity(two.runs[cell])
+        a, b = one.runs[cell]['identity'], two.runs[cell]['identity']
         settings.update(f'{key} {a.get(key)} / {b.get(key)}' for key in {*a, *b} if a.get(key) != b.get(key))
     for text, n in sorted(settings.items()):
         print(f'  {text} in {n} cells')

@@ -13,6 +13,7 @@ Medians of interleaved rounds. One thread, since the cpu study runs one cell a c
 
 import importlib.util
 import os
+import pickle
 import shutil
 import statistics
 import subprocess
@@ -107,7 +108,7 @@ def bench_step(name, size, stock, rounds):
 def bench_runs(rounds):
     """Whole processes, imports included, with the same 101 updates (stock's max_iters 100) and five evaluations.
     Stock's are of 20 batches of train and 20 of val, and it saves a checkpoint when val improves; ours are of val alone,
-    with the probes, and it hashes its data and prints a sample."""
+    with the probes, and the data are hashed and a sample is printed."""
     with tempfile.TemporaryDirectory() as tmp:
         home = Path(tmp) / 'nanoGPT'
         shutil.copytree(NANOGPT, home, ignore=shutil.ignore_patterns('.git', 'assets'))
@@ -116,7 +117,7 @@ def bench_runs(rounds):
         prepared = qkgpt.prepare('toy', 257, str(ROOT / 'data'))
         for part in ('train.bin', 'val.bin'):
             shutil.copy(Path(prepared) / part, data)
-        (data / 'meta.pkl').write_bytes(__import__('pickle').dumps(dict(vocab_size=257)))
+        (data / 'meta.pkl').write_bytes(pickle.dumps(dict(vocab_size=257)))
         shape = dict(n_layer=4, n_head=4, n_embd=128, block_size=128, batch_size=16, gradient_accumulation_steps=1,
                      log_interval=10)
         env = dict(os.environ, OMP_NUM_THREADS='1')
