@@ -1419,6 +1419,9 @@ def test_sweep_refuses_another_plan_and_extends_a_grid(project):
         plan.write_bytes(damaged)
         assert run_sweep(project, **{**GRID, 'LRS': '1e-3 1e-2 1e-1'}).returncode == 2
         assert plan.read_bytes() == damaged
+    plan.unlink()
+    plan.mkdir()
+    refused(run_sweep(project, **GRID), 'logs/tiny/plan.txt', 'not a file')
 
 
 def test_sweep_gives_every_cell_more_flags(project):
