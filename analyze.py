@@ -58,6 +58,7 @@ GRID_KEYS = ('qknorm', 'n_layer', 'lr', 'seed')
 MECHANISM = {'max_logit': ('max attention logit', max), 'attn_entropy': ('attention entropy (nats)', min),
              'kurtosis': ('activation kurtosis', max), 'log_z': ('log Z of the output', max),
              'sink': ('attention to the first token', max)}
+SHOWN = ('max_logit', 'attn_entropy', 'kurtosis')  # those of Fig. 4 and of the README
 CELL_VALUES = ('loss', 'perplexity', 'bpb', 'steps', *MECHANISM, *(f'{name}_extreme' for name in MECHANISM))
 TIMES_AND_MEMORY = ('seconds', 'wall_s', 'train_s', 'tokens_per_s', 'peak_memory_mb')
 
@@ -628,6 +629,31 @@ def loss_table(study):
             'or ended above l0 counts as l0; (n/N) where cells are missing', header, rows)
 
 
+def mechanism_table(study):
+    header = ['LR', *(f'{MECHANISM[name][0]}, {arm}' for name in SHOWN for arm in ARMS.values())]
+    rows = []
+    for lr in study.lrs:
+        row = [f'{lr:g}']
+        for name in SHOWN:
+            for arm in ARMS:
+                seen = [v[name] for cell, v in study.values.items() if (cell[0], cell[2]) == (arm, lr)]
+                seen = [v for v in seen if math.isfinite(v)]
+                row.append(f'{np.median(seen):.3g}' if seen else 'missing')
+        rows.append(row)
+    return 'The mechanism at the last evaluation, medians over depths and seeds', header, rows
+
+
+def mechanism_text(study):
+    """The lowest, middle and highest LR of mechanism_table as a sentence."""
+    caption, _, rows = mechanism_table(study)
+    rows = rows[0], rows[len(rows) // 2], rows[-1]
+    parts = []
+    for i, name in enumerate(SHOWN):
+        pairs = [f'{row[2 * i + 1]} / {row[2 * i + 2]} at LR {row[0]}' for row in rows]
+        parts.append(f"{MECHANISM[name][0]} {', '.join(pairs)}")
+    return f"{caption}, off / on: {'; '.join(parts)}."
+
+
 def verdict_table(verdicts):
     header = ['hypothesis', 'mean over depths, or trend', 'value [95 %]', 'n', 'verdict']
     rows = [[name, quantity, span(q['mean']), f"{q['mean']['n']}/{q['mean']['of']}", verdict['verdict']]
@@ -737,10 +763,13 @@ def plain(value):
     return value
 
 
+def tables(study):
+    return verdict_table(study.verdicts), measure_table(study), loss_table(study), mechanism_table(study)
+
+
 def section(study):
     """The results in Markdown, for tables.md and report.md."""
-    tables = [verdict_table(study.verdicts), measure_table(study), loss_table(study)]
-    return coverage_text(study) + '\n\n' + '\n'.join(markdown(*t) for t in tables)
+    return coverage_text(study) + '\n\n' + '\n'.join(markdown(*t) for t in tables(study))
 
 
 def report(study):
@@ -1042,10 +1071,8 @@ def figure_necessity(study):
 def figure_mechanism(study):
     """Fig. 4: max attention logit, attention entropy and kurtosis at the last evaluation, against LR."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-    labels = {'max_logit': 'max attention logit', 'attn_entropy': 'attention entropy (nats)',
-              'kurtosis': 'activation kurtosis'}
-    fig, axes = new_figure(PAGE, 4.8, len(labels), len(study.depths), sharex=True, sharey='row')
-    for row, (name, label) in zip(axes, labels.items()):
+    fig, axes = new_figure(PAGE, 4.8, len(SHOWN), len(study.depths), sharex=True, sharey='row')
+    for row, name in zip(axes, SHOWN):
         for ax, depth in zip(row, study.depths):
             ax.set_xscale('log')
             ax.margins(y=0.3 if study.gaps else 0.08)  # missing runs are marked at the lower end
@@ -1058,7 +1085,7 @@ def figure_mechanism(study):
                     ax.plot(study.lrs[i], columns[i][k], **{**style, 'ls': '', 'marker': '^'})
                 for lr, column in zip(study.lrs, columns):
                     stack(ax, lr, None, column.count(None), style, 'X', 2.1 if arm else -2.1)
-        row[0].set_ylabel(label)
+        row[0].set_ylabel(MECHANISM[name][0])
     for ax in axes[0]:
         ax.set_yscale('log')
         ax.axhline(1e4, **GUIDE)
@@ -1073,11 +1100,11 @@ def figure_mechanism(study):
         ax.yaxis.set_minor_locator(NullLocator())
     for ax in axes[-1]:
         ax.set_xlabel('peak learning rate')
-    title_panels(axes, [layers(depth) for depth in study.depths] * len(labels))
+    title_panels(axes, [layers(depth) for depth in study.depths] * len(SHOWN))
     fig.align_ylabels(axes[:, 0])
     legend(fig, {**legend_entries(study, 'diverged run (last evaluation)'),
                  r'for scale: logit $10^4$, uniform attention, kurtosis of a Gaussian': GUIDE})
-    save_cells(study, fig, 'fig4_mechanism', [name + end for name in labels for end in ('', '_extreme')])
+    save_cells(study, fig, 'fig4_mechanism', [name + end for name in SHOWN for end in ('', '_extreme')])
 
 
 def curve_lrs(study, depth):
@@ -1136,8 +1163,7 @@ def write_study(study):
     write(study.folder / 'results.json', results + '\n')
     write(study.folder / 'report.md', report(study))
     write(study.folder / 'tables.md', section(study))
-    tables = (verdict_table(study.verdicts), measure_table(study), loss_table(study))
-    write(study.folder / 'tables.tex', '\n'.join(latex(*t) for t in tables))
+    write(study.folder / 'tables.tex', '\n'.join(latex(*t) for t in tables(study)))
     setup_matplotlib()
     for figure in (figure_loss, figure_sensitivity, figure_necessity, figure_mechanism, figure_curves):
         figure(study)
@@ -1231,7 +1257,7 @@ def with_results(text, study):
     """README text with coverage, verdicts and variants of the study put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f'README.md should hold the line {BEGIN} and after it the line {END}, once each')
-    paragraphs = [coverage_text(study), *(v['text'] for v in study.verdicts.values())]
+    paragraphs = [coverage_text(study), *(v['text'] for v in study.verdicts.values()), mechanism_text(study)]
     variants = variant_table(study)
     body = '\n\n'.join([*paragraphs, markdown(*variants) if variants[2] else ''])
     return text[:text.index(BEGIN) + len(BEGIN)] + '\n' + body + text[text.index(END):]

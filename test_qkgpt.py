@@ -1981,6 +1981,21 @@ def test_analyze_mechanism_at_the_end_and_extremes(tmp_path):
     assert values['max_logit'] == pytest.approx(50) and values['max_logit_extreme'] == 900
 
 
+def test_analyze_mechanism_is_told_by_medians(tmp_path):
+    def cell(arm, depth, lr, seed):
+        logit = 5.0 if arm else 1e3 * lr * depth * seed  # off, over depths 2 and 4 and seeds 1 to 3
+        return dict(loss=3.0, max_logit=logit, entropy=2.0 + arm, kurtosis=4.0 + seed)
+    study = analyze.analyze(write_study(tmp_path / 's', cell, LRS, (2, 4), (1, 2, 3)))
+    off = [float(np.median([1e3 * lr * d * s for d in (2, 4) for s in (1, 2, 3)])) for lr in LRS]
+    _, header, rows = analyze.mechanism_table(study)
+    assert header[1:3] == ['max attention logit, off', 'max attention logit, on']
+    assert [row[:5] for row in rows] == [[f'{lr:g}', f'{x:.3g}', '5', '2', '3'] for lr, x in zip(LRS, off)]
+    assert {row[5] for row in rows} == {row[6] for row in rows} == {'6'}
+    middle = LRS[len(LRS) // 2]
+    told = ', '.join(f'{1e3 * lr * 5:.3g} / 5 at LR {lr:g}' for lr in (LRS[0], middle, LRS[-1]))
+    assert f'max attention logit {told}; attention entropy (nats) 2 / 3 at' in analyze.mechanism_text(study)
+
+
 def test_analyze_best_of_all_diverged_is_no_number(tmp_path):
     def cell(arm, depth, lr, seed):
         return dict(loss=3.0) if arm else dict(diverged_at=70)
@@ -2287,7 +2302,7 @@ def test_analyze_writes_a_whole_study(study_folder):
     for text in (report, (folder / 'tables.md').read_text()):
         assert '| 0.01 |' in text and f'{np.mean(losses):.3f}' in text
     tex = (folder / 'tables.tex').read_text()
-    assert tex.count(r'\toprule') == tex.count(r'\bottomrule') == tex.count(r'\end{table*}') == 3
+    assert tex.count(r'\toprule') == tex.count(r'\bottomrule') == tex.count(r'\end{table*}') == 4
     for line in tex.splitlines():
         if line.endswith(r' \\'):
             assert not re.search(r'(?<!\\)[%&_#]|<=|>=', line.replace(' & ', ''))
