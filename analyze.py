@@ -819,8 +819,12 @@ def variant_table(study):
               'max stable LR, on / off', 'n']
     grids = [f"{v.name}: LRs {' '.join(f'{lr:g}' for lr in v.lrs)}, depth {' '.join(map(str, v.depths))}"
              for v in variants]
-    return (f"Other settings ({'; '.join(grids)}), means with 95 % t intervals over seeds", header,
-            [row for v in variants for row in variant_rows(study, v)])
+    rows, shown = [], None
+    for variant in variants:
+        same_grid, row = variant_rows(study, variant)
+        rows += [row] if same_grid == shown else [same_grid, row]
+        shown = same_grid
+    return f"Other settings ({'; '.join(grids)}), means with 95 % t intervals over seeds", header, rows
 
 
 # -----------------------------------------------------------------------------
@@ -1257,9 +1261,9 @@ def with_results(text, study):
     """README text with coverage, verdicts and variants of the study put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f'README.md should hold the line {BEGIN} and after it the line {END}, once each')
-    paragraphs = [coverage_text(study), *(v['text'] for v in study.verdicts.values()), mechanism_text(study)]
+    texts = [coverage_text(study), *(v['text'] for v in study.verdicts.values()), mechanism_text(study)]
     variants = variant_table(study)
-    body = '\n\n'.join([*paragraphs, markdown(*variants) if variants[2] else ''])
+    body = '\n'.join(f'- {text}' for text in texts) + '\n\n' + (markdown(*variants) if variants[2] else '')
     return text[:text.index(BEGIN) + len(BEGIN)] + '\n' + body + text[text.index(END):]
 
 

@@ -2432,6 +2432,10 @@ def test_analyze_readme_compares_a_variant_with_the_study_on_its_grid(tmp_path):
     assert rows[1][1] == 'warmup_ratio 0.3, here 0.05' and [row[-1] for row in rows] == ['2/2 |'] * 2
     # S: the mean excess over the best of the two LRs; off has 4 * 0.09 / 2 more in cpu, 0.09 / 2 in the other
     assert rows[0][4].startswith('0.180 [') and rows[1][4].startswith('0.045 [')
+    write_study(tmp_path / 'cpu-short2', variant, lrs[1:], (4,), seeds)
+    write_study(tmp_path / 'cpu-wide', variant, lrs, (4,), seeds)
+    rows = analyze.variant_table(analyze.analyze(folder))[2]  # the study once for each grid
+    assert [row[0] for row in rows] == ['cpu', 'cpu-short', 'cpu-short2', 'cpu', 'cpu-wide']
 
 
 @pytest.mark.skipif(not Path('README.md').exists() or not Path('logs/cpu').exists(), reason='no results yet')
