@@ -646,7 +646,7 @@ def mechanism_table(study):
 def mechanism_text(study):
     """The lowest, middle and highest LR of mechanism_table as a sentence."""
     caption, _, rows = mechanism_table(study)
-    rows = rows[0], rows[len(rows) // 2], rows[-1]
+    rows = [rows[i] for i in sorted({0, len(rows) // 2, len(rows) - 1})]
     parts = []
     for i, name in enumerate(SHOWN):
         pairs = [f'{row[2 * i + 1]} / {row[2 * i + 2]} at LR {row[0]}' for row in rows]

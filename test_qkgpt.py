@@ -1994,6 +1994,8 @@ def test_analyze_mechanism_is_told_by_medians(tmp_path):
     middle = LRS[len(LRS) // 2]
     told = ', '.join(f'{1e3 * lr * 5:.3g} / 5 at LR {lr:g}' for lr in (LRS[0], middle, LRS[-1]))
     assert f'max attention logit {told}; attention entropy (nats) 2 / 3 at' in analyze.mechanism_text(study)
+    study.lrs = LRS[:1]
+    assert analyze.mechanism_text(study).count(' at LR ') == 3  # one LR is told once of each measure
 
 
 def test_analyze_best_of_all_diverged_is_no_number(tmp_path):
