@@ -819,11 +819,11 @@ def variant_table(study):
               'max stable LR, on / off', 'n']
     grids = [f"{v.name}: LRs {' '.join(f'{lr:g}' for lr in v.lrs)}, depth {' '.join(map(str, v.depths))}"
              for v in variants]
-    rows, shown = [], None
+    rows, above = [], None
     for variant in variants:
         same_grid, row = variant_rows(study, variant)
-        rows += [row] if same_grid == shown else [same_grid, row]
-        shown = same_grid
+        rows += [row] if same_grid == above else [same_grid, row]
+        above = same_grid
     return f"Other settings ({'; '.join(grids)}), means with 95 % t intervals over seeds", header, rows
 
 
@@ -1258,7 +1258,7 @@ BEGIN, END = '<!-- results:begin -->', '<!-- results:end -->'
 
 
 def with_results(text, study):
-    """README text with coverage, verdicts and variants of the study put between the two markers."""
+    """README text with coverage, verdicts, mechanism and variants of the study put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f'README.md should hold the line {BEGIN} and after it the line {END}, once each')
     texts = [coverage_text(study), *(v['text'] for v in study.verdicts.values()), mechanism_text(study)]
