@@ -1258,7 +1258,7 @@ BEGIN, END = '<!-- results:begin -->', '<!-- results:end -->'
 
 
 def with_results(text, study):
-    """README text with coverage, verdicts, mechanism and variants of the study put between the two markers."""
+    """README text with the results of the study and of its variants put between the two markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         bad_input(f'README.md should hold the line {BEGIN} and after it the line {END}, once each')
     texts = [coverage_text(study), *(v['text'] for v in study.verdicts.values()), mechanism_text(study)]
